@@ -1,0 +1,52 @@
+# Everything that this repository does for a person at a keyboard. `make help` lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
+
+.PHONY: help setup image up down demo test lint test-unit test-molecule test-end-to-end lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install what the rest needs: system packages, .venv, collections
+	@scripts/setup
+
+image: setup ## Build the image of a lab host
+	@lab/build_image
+
+up: image ## Boot the lab hosts gpu-a and gpu-b
+	ansible-playbook -i inventory/lab lab/up.yml
+
+demo: up ## Take two bare lab hosts to a served, verified endpoint, and ask it something
+	ansible-playbook -i inventory/lab playbooks/deploy_minimax.yml
+	@ansible-playbook -i inventory/lab lab/show.yml
+
+down: setup ## Remove the lab hosts
+	ansible-playbook -i inventory/lab lab/down.yml
+
+test: lint test-unit test-molecule test-end-to-end ## Run every check
+
+lint: setup ## Check style, types, YAML, playbooks and shell
+	ruff check
+	ruff format --check
+	mypy
+	yamllint --strict .
+	ansible-lint
+	shellcheck scripts/* lab/build_image lab/podman_settings
+
+test-unit: setup ## Run the unit tests
+	pytest
+
+test-molecule: image ## Run the molecule scenarios in lab hosts
+	molecule test --all
+
+test-end-to-end: image ## Deploy as the README says, and send real requests
+	pytest tests/end_to_end
+
+lock: setup ## Compile every lock anew (the only place where versions move)
+	scripts/lock
+
+clean: ## Leave the machine as it was before setup
+	@scripts/clean

@@ -1,0 +1,1 @@
+"""Plan, deploy and keep LLM endpoints on fleets of GPU hosts."""

@@ -1,0 +1,181 @@
+"""The command line and environment of one replica: each flag with the reason it is there.
+
+`args` is what follows `vllm serve PATH`; the service role knows the path. Secrets are never here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_fleet.catalog import Card
+from vllm_fleet.layout import Layout
+from vllm_fleet.options import Options
+from vllm_fleet.placement import farthest_link
+from vllm_fleet.topology import Topology
+
+INTERNAL_PORT_FIRST = 21000
+INTERNAL_PORT_STRIDE = 1000  # an engine steps up from its own base; wide steps keep neighbours apart
+SHUTDOWN_TIMEOUT_SECONDS = 120  # how long running requests may finish after SIGTERM; the unit's stop must allow more
+
+CUSTOM_ALL_REDUCE_PCIE_RANKS = 2
+BLACKWELL_WORKSTATION = 12  # compute capability 12.x: RTX PRO 6000, RTX 50
+HOPPER = 9
+
+
+@dataclass
+class Serving:
+    """Flags and environment as they are collected, with a sentence for each that is not plain."""
+
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of one replica that its command line carries."""
+
+    port: int
+    internal_port: int
+    served_name: str
+    gpu_memory_utilization: float | None
+    kv_cache_gib: int | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    ready_timeout_seconds: int
+    cpus: str | None
+
+
+def serving(
+    topology: Topology, card: Card, options: Options, *, layout: Layout, members: Sequence[int], settings: Settings
+) -> Serving:
+    """Build the arguments and environment of one replica."""
+    result = Serving(args=_arguments(card, options, layout, settings))
+    result.env |= {
+        "VLLM_PORT": str(settings.internal_port),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(settings.ready_timeout_seconds),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    gpus = ",".join(topology.gpus[m].identity for m in members)
+    if options.accelerator == "cpu":
+        _cpu(result, settings, gpus)
+    else:
+        result.env |= {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": gpus,
+            # What the engine would choose by itself for serving; said, so that a shell's value cannot change it.
+            "OMP_NUM_THREADS": "1",
+        }
+        _kernels(result, topology, card, members)
+        _collectives(result, topology, members)
+    result.args += card.engine.args
+    result.env |= card.engine.env
+    return result
+
+
+def _arguments(card: Card, options: Options, layout: Layout, settings: Settings) -> list[str]:
+    """Flags that follow from the plan's numbers and from the card; a flag whose value is None is left out."""
+    engine = card.engine
+    valued = {
+        "--served-model-name": settings.served_name,
+        "--host": options.bind_address,
+        "--port": settings.port,
+        "--tensor-parallel-size": layout.tensor_parallel,
+        "--pipeline-parallel-size": layout.pipeline_parallel if layout.pipeline_parallel > 1 else None,
+        "--data-parallel-size": layout.data_parallel if layout.data_parallel > 1 else None,
+        "--gpu-memory-utilization": settings.gpu_memory_utilization,
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        "--kv-cache-dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+        "--tool-call-parser": engine.tool_parser,
+        "--reasoning-parser": engine.reasoning_parser,
+        "--chat-template": engine.chat_template,
+        "--shutdown-timeout": SHUTDOWN_TIMEOUT_SECONDS,
+    }
+    switches = {
+        "--enable-expert-parallel": layout.expert_parallel,
+        "--enable-auto-tool-choice": engine.tool_parser is not None,
+        "--trust-remote-code": engine.trust_remote_code,
+    }
+    pairs = [item for flag, value in valued.items() if value is not None for item in (flag, str(value))]
+    return pairs + [flag for flag, on in switches.items() if on]
+
+
+def _cpu(result: Serving, settings: Settings, uuids: str) -> None:
+    result.env |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        # The simulated GPU: the lab's nvidia-smi reads it to show this unit's memory as used.
+        "VLLM_FLEET_GPUS": uuids,
+    }
+    if settings.cpus:
+        result.env["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpus
+
+
+def _kernels(result: Serving, topology: Topology, card: Card, members: Sequence[int]) -> None:
+    """MoE kernels of block-FP8 models, by GPU generation.
+
+    12.x: DeepGEMM is chosen by itself and fails at start (https://github.com/vllm-project/vllm/issues/47130); no run
+    without these two is known. Hopper: DeepGEMM's MoE halved an M2's throughput, 288 against 567 tokens/s
+    (https://github.com/vllm-project/recipes/pull/112).
+    """
+    generation = topology.gpus[members[0]].generation
+    if card.quantization.method != "fp8_block" or not card.shape.num_experts:
+        return
+    if generation is None or generation[0] not in (BLACKWELL_WORKSTATION, HOPPER):
+        return
+    result.args += ["--moe-backend", "triton"]
+    result.env["VLLM_USE_DEEP_GEMM"] = "0"
+    result.reasons.append(
+        "Experts run on Triton with DeepGEMM off: on compute capability 12 DeepGEMM fails at start (vLLM issue 47130)."
+        if generation[0] == BLACKWELL_WORKSTATION
+        else "Experts run on Triton with DeepGEMM off: DeepGEMM halved MiniMax-M2 on H100, 288 against 567 tokens/s."
+    )
+
+
+def _collectives(result: Serving, topology: Topology, members: Sequence[int]) -> None:
+    """How the ranks of a replica talk over PCIe, from the host's measured peer-to-peer verdict."""
+    if len(members) == 1:
+        return
+    # One host: a network card must not be tried for what PCIe carries.
+    result.env["NCCL_IB_DISABLE"] = "1"
+    link = farthest_link(topology, members)
+    if topology.p2p_verdict == "broken":
+        result.args += ["--disable-custom-all-reduce"]
+        result.env["NCCL_P2P_DISABLE"] = "1"
+        result.warnings.append(
+            "GPU peer-to-peer transfers are broken on this host (measured), so NCCL goes through host memory. Turn the "
+            "IOMMU to passthrough and PCIe ACS redirection off to get them back."
+        )
+    elif link != "NV":
+        _pcie(result, topology, len(members), link)
+
+
+def _pcie(result: Serving, topology: Topology, ranks: int, link: str | None) -> None:
+    """Custom all-reduce and NCCL's peer-to-peer range.
+
+    vLLM's custom all-reduce supports two ranks over PCIe and switches itself off above; with two it can hang where the
+    IOMMU or ACS redirects transfers (https://github.com/vllm-project/vllm/issues/33041).
+    """
+    if ranks > CUSTOM_ALL_REDUCE_PCIE_RANKS:
+        result.args += ["--disable-custom-all-reduce"]
+        result.reasons.append(f"vLLM's custom all-reduce is off: it does not support {ranks} ranks over PCIe.")
+    elif topology.iommu == "translated" or topology.acs_redirect:
+        result.args += ["--disable-custom-all-reduce"]
+        result.reasons.append(
+            "vLLM's custom all-reduce is off: the IOMMU or ACS redirects transfers, and it hangs then."
+        )
+    if topology.p2p_verdict != "ok":
+        result.warnings.append(
+            "Peer-to-peer between the GPUs has not been tested, so NCCL keeps its own defaults. If the first "
+            "all-reduce hangs, IOMMU translation or PCIe ACS is the usual cause."
+        )
+    elif link is not None:
+        # NCCL's PHB means "on the same NUMA node", which covers what nvidia-smi calls PIX, PXB, PHB and NODE.
+        level = "SYS" if link == "SYS" else "PHB"
+        result.env["NCCL_P2P_LEVEL"] = level
+        result.reasons.append(f"NCCL may go peer to peer up to {level}: a real transfer worked over {link}.")

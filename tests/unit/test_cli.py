@@ -1,0 +1,112 @@
+"""The command line: what it prints, and the exit status that scripts go by."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import FIXTURES, two_sockets
+
+from vllm_fleet import catalog
+from vllm_fleet.cli import main
+from vllm_fleet.plan import make_plan
+
+REFERENCE = str(FIXTURES / "captures" / "rtxpro6000-8x-2nodes")
+TOO_SMALL = str(FIXTURES / "captures" / "rtxpro6000-2x")
+SCREEN_LINES = 50
+
+
+def test_plan_prints_replicas_memory_and_reasons_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "minimax_m2_5", "--topology", REFERENCE]) == 0
+    text = capsys.readouterr().out
+    for wanted in (
+        "minimax-m2-5-0",
+        "minimax-m2-5-1",
+        "weights 53.7",
+        "Why",
+        "TP8 (fp8_block_divisibility)",
+        "1536 / 8 = 192",
+    ):
+        assert wanted in text
+    lines = text.splitlines()
+    assert len(lines) <= SCREEN_LINES
+    assert max(map(len, lines)) <= 120
+
+
+def test_json_is_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = two_sockets()
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps({"ansible_facts": {"gpu_topology": facts}}))
+    arguments = ["plan", "--model", "minimax_m2_5", "--topology", str(path), "--format", "json"]
+    assert main([*arguments, "--objective", "context", "--exclude-gpus", "0", "--first-port", "9001"]) == 0
+    options = {"objective": "context", "exclude_gpus": ["0"], "first_port": 9001}
+    assert json.loads(capsys.readouterr().out) == make_plan(facts, catalog.read_card("minimax_m2_5"), options).to_dict()
+
+
+def test_topology_shows_gpus_links_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", REFERENCE]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8 x NVIDIA RTX PRO 6000 Blackwell Server Edition on 2 NUMA nodes (4 + 4)")
+    rows = [line.split() for line in text.splitlines() if line.startswith(("  0 ", "  7 "))]
+    assert rows[0][-8:] == ["-", "NODE", "NODE", "NODE", "SYS", "SYS", "SYS", "SYS"]
+    assert rows[1][-8:] == ["SYS", "SYS", "SYS", "SYS", "NODE", "NODE", "NODE", "-"]
+    assert "NUMA node 1: CPUs 64-127,192-238,240-255" in text
+
+
+def test_topology_as_json_is_what_a_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", REFERENCE, "--format", "json"]) == 0
+    path = tmp_path / "saved.json"
+    path.write_text(capsys.readouterr().out)
+    assert main(["plan", "--model", "minimax_m2_5", "--topology", str(path)]) == 0
+    from_file = capsys.readouterr().out
+    assert main(["plan", "--model", "minimax_m2_5", "--topology", REFERENCE]) == 0
+    assert capsys.readouterr().out == from_file
+
+
+def test_no_feasible_layout_is_exit_3_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "minimax_m2_5", "--topology", TOO_SMALL]) == 3
+    text = capsys.readouterr().err
+    assert "What would fit: 4 x" in " ".join(text.split())
+    for layout in ("TP1 (memory)", "TP2 (memory)", "TP2+EP (memory)", "PP2 (memory)"):
+        assert layout in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "gpt9", "--topology", REFERENCE], "Known cards"),
+        (["--model", "minimax_m2_5", "--topology", "/nowhere.json"], "no such file or folder"),
+        (["--model", "minimax_m2_5", "--topology", __file__], "not readable as JSON"),
+        (["--model", "minimax_m2_5", "--topology", REFERENCE, "--vllm-version", "0.20.2"], "older than 0.24.0"),
+        (["--model", "minimax_m2_5", "--topology", REFERENCE, "--exclude-gpus", "99"], "no such GPU"),
+    ],
+)
+def test_bad_input_is_exit_2_and_one_paragraph(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
+
+
+def test_unknown_choice_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", "minimax_m2_5", "--topology", REFERENCE, "--objective", "speed"])
+    assert caught.value.code == 2
+    assert "throughput" in capsys.readouterr().err
+
+
+def test_importing_the_command_takes_less_than_a_fifth_of_a_second() -> None:
+    """The best of three, so that a busy machine does not decide; the bare interpreter's start is taken off."""
+
+    def seconds(code: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        return time.perf_counter() - start
+
+    bare = min(seconds("pass") for _ in range(3))
+    assert min(seconds("import vllm_fleet.cli") for _ in range(3)) - bare < 0.2
