@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any, Optional
 
+_INODE_COLUMN = 10
 _LISTEN = "0A"  # TCP_LISTEN in the kernel's include/net/tcp_states.h
 
 
@@ -12,13 +13,13 @@ def listening_inodes(table: str) -> dict[int, list[str]]:
     """Parse /proc/net/tcp or tcp6 into {port: [socket inode, ...]}, listening sockets only.
 
     The format is in the kernel's Documentation/networking/proc_net_tcp.rst: local
-    address as HEX:PORT in column 1, state in column 3, inode in column 9.
+    address as HEX:PORT in the second column, the state in the fourth, the inode in the tenth.
     """
     inodes: dict[int, list[str]] = {}
     for line in table.splitlines()[1:]:
-        cells = line.split()
-        if len(cells) > 9 and cells[3] == _LISTEN:
-            inodes.setdefault(int(cells[1].rsplit(":", 1)[1], 16), []).append(cells[9])
+        _, local, _, state, *_, inode = line.split()[:_INODE_COLUMN]
+        if state == _LISTEN:
+            inodes.setdefault(int(local.rsplit(":", 1)[1], 16), []).append(inode)
     return inodes
 
 
@@ -39,36 +40,37 @@ def listeners(ports: list[int], procfs_root: str = "/proc") -> list[dict[str, An
     A socket whose process cannot be seen (another container, no rights) gives pid,
     program and unit null: the port is taken all the same.
     """
+    procfs = Path(procfs_root)
     wanted: dict[str, int] = {}
     for name in ("tcp", "tcp6"):
-        for port, inodes in listening_inodes(_read(procfs_root, "net", name)).items():
+        for port, inodes in listening_inodes(_read(procfs / "net" / name)).items():
             if port in ports:
                 wanted.update(dict.fromkeys(inodes, port))
     found: list[dict[str, Any]] = []
-    for pid in sorted((entry for entry in os.listdir(procfs_root) if entry.isdigit()), key=int) if wanted else []:
-        held = {wanted[inode] for inode in _socket_inodes(os.path.join(procfs_root, pid, "fd")) if inode in wanted}
+    processes = [entry for entry in procfs.iterdir() if entry.name.isdigit()] if wanted else []
+    for process in sorted(processes, key=lambda entry: int(entry.name)):
         found += [
             {
                 "port": port,
-                "pid": int(pid),
-                "program": _read(procfs_root, pid, "comm").strip() or None,
-                "unit": unit_from_cgroup(_read(procfs_root, pid, "cgroup")),
+                "pid": int(process.name),
+                "program": _read(process / "comm").strip() or None,
+                "unit": unit_from_cgroup(_read(process / "cgroup")),
             }
-            for port in sorted(held)
+            for port in sorted({wanted[inode] for inode in _socket_inodes(process / "fd") if inode in wanted})
         ]
     unseen = sorted(set(wanted.values()) - {entry["port"] for entry in found})
     return found + [{"port": port, "pid": None, "program": None, "unit": None} for port in unseen]
 
 
-def _socket_inodes(folder: str) -> list[str]:
+def _socket_inodes(folder: Path) -> list[str]:
     try:
-        entries = os.listdir(folder)
+        entries = list(folder.iterdir())
     except OSError:  # the process ended, or is not ours to see
         return []
     inodes = []
     for entry in entries:
         try:
-            link = os.readlink(os.path.join(folder, entry))
+            link = str(entry.readlink())
         except OSError:  # closed meanwhile; this very listing is one such
             continue
         if link.startswith("socket:["):
@@ -76,9 +78,8 @@ def _socket_inodes(folder: str) -> list[str]:
     return inodes
 
 
-def _read(*parts: str) -> str:
+def _read(path: Path) -> str:
     try:
-        with open(os.path.join(*parts), encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # no IPv6, or the process ended
         return ""

@@ -1,4 +1,3 @@
-#!/usr/bin/python
 """Ansible module: refuse ports that a foreign program holds."""
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ from ansible.module_utils.listeners import listeners
 def _describe(entry: dict) -> str:
     if entry["pid"] is None:
         return "port {port} by a program that this user cannot see".format(**entry)
-    unit = ", unit {unit}".format(**entry) if entry["unit"] else ""
-    return "port {port} by {program} (pid {pid}{unit})".format(unit=unit, **{k: v for k, v in entry.items() if k != "unit"})
+    text = "port {port} by {program} (pid {pid}".format(**entry)
+    return text + (", unit {unit})".format(**entry) if entry["unit"] else ")")
 
 
 def main() -> None:

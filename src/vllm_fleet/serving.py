@@ -110,7 +110,7 @@ def _cpu(result: Serving, settings: Settings, uuids: str) -> None:
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         # The simulated GPU: the lab's nvidia-smi reads it to show this unit's memory as used.
-        "VLLM_FLEET_GPUS": uuids,
+        "FLEET_GPUS": uuids,
     }
     if settings.cpus:
         result.env["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpus

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from vllm_fleet.target.listeners import listeners, listening_inodes, unit_from_cgroup
 
@@ -30,7 +31,7 @@ def test_a_connected_socket_is_not_a_listener() -> None:
     assert listening_inodes(table) == {8001: ["111"]}
 
 
-def test_a_listener_whose_process_is_hidden_still_counts(tmp_path) -> None:
+def test_a_listener_whose_process_is_hidden_still_counts(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "tcp").write_text(
         "header\n 0: 00000000:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 333 1\n"

@@ -468,7 +468,7 @@ def test_lab_host_gets_one_replica_per_gpu_on_its_nodes_cpus() -> None:
         assert replica["env"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
         assert replica["env"]["VLLM_CPU_OMP_THREADS_BIND"] == replica["cpus"] == ["0-63", "64-127"][index]
         assert replica["env"]["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"
-        assert replica["env"]["VLLM_FLEET_GPUS"] == replica["gpus"][0]
+        assert replica["env"]["FLEET_GPUS"] == replica["gpus"][0]
         assert "CUDA_VISIBLE_DEVICES" not in replica["env"]
         assert flag(replica, "--max-model-len") == "2048"
         # 1 GiB / 512 bytes per token.
