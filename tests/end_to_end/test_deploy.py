@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -17,6 +16,8 @@ import pytest
 from conftest import HOSTS, REPOSITORY
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Lab
 
 THOUGHT = "The question does not matter: these weights know one answer."
@@ -95,7 +96,8 @@ def test_no_key_shows_in_processes_units_journal_or_config(deployed: Lab) -> Non
             HOSTS[0],
             # The pattern's brackets keep the search from finding itself.
             f"(ps axww -o args; journalctl --no-pager; cat /etc/systemd/system/vllm-*; "
-            f"cat /etc/vllm-fleet/gateway/haproxy.cfg /opt/vllm-fleet/current/*) | grep -c -- '[{secret[0]}]{secret[1:]}' || true",
+            "cat /etc/vllm-fleet/gateway/haproxy.cfg /opt/vllm-fleet/current/*) "
+            f"| grep -c -- '[{secret[0]}]{secret[1:]}' || true",
         )
         assert found == "0"
 
