@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from conftest import HOSTS, REPOSITORY
+from forward_proxy import forward_proxy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,7 +214,7 @@ def test_an_unreachable_host_does_not_stop_the_others(deployed: Lab, tmp_path: P
     assert status(f"{endpoint(deployed, HOSTS[0])}/health") == 200
 
 
-def test_teardown_leaves_nothing_and_a_deploy_after_it_works(deployed: Lab) -> None:
+def test_teardown_leaves_nothing(deployed: Lab) -> None:
     assert deployed.play("playbooks/teardown.yml").rc == 0
     for host in HOSTS:
         assert deployed.main_pids(host) == {}
@@ -224,5 +225,18 @@ def test_teardown_leaves_nothing_and_a_deploy_after_it_works(deployed: Lab) -> N
         )
         assert left == "/opt/vllm-fleet/runtimes"  # environments are kept unless asked
     assert deployed.play("playbooks/teardown.yml").hosts("changed") == set()
-    assert deployed.play(DEPLOY).rc == 0
+
+
+def test_a_deploy_after_teardown_works_through_a_proxy(deployed: Lab) -> None:
+    assert deployed.play("playbooks/teardown.yml", teardown_runtimes=True).rc == 0
+    assert deployed.shell(HOSTS[0], "ls /opt/vllm-fleet") == ""
+    for host in HOSTS:
+        deployed.shell(host, "rm -f /var/lib/apt/periodic/update-success-stamp; touch --date=@0 /var/lib/apt/lists")
+    with forward_proxy(deployed.variables(HOSTS[0])["lab_subnet"].replace("0/24", "1")) as (proxy, asked):
+        through = json.dumps({"http_proxy": proxy, "https_proxy": proxy})
+        environment = f"lab_environment | combine({through}) | dict2items | selectattr('value') | items2dict"
+        run = deployed.play(DEPLOY, vllm_fleet_environment="{{ " + environment + " }}")
+    assert run.rc == 0
+    assert any(request.startswith("GET http://") and "/debian" in request for request in asked)  # apt
+    assert any(request.startswith("CONNECT ") and request.endswith(":443") for request in asked)  # pip and uv
     assert client(deployed, HOSTS[0]).models.list().data[0].id == "minimax-m2.5"
