@@ -103,6 +103,15 @@ def test_no_key_shows_in_processes_units_journal_or_config(deployed: Lab) -> Non
         assert found == "0"
 
 
+def test_the_second_replica_loads_after_the_first_serves(deployed: Lab) -> None:
+    def moment(unit: str, event: str) -> int:
+        return int(deployed.shell(HOSTS[0], f"systemctl show --property={event} --value {unit}"))
+
+    served = moment("vllm-minimax-m2-5-0.service", "ActiveEnterTimestampMonotonic")
+    started = moment("vllm-minimax-m2-5-1.service", "InactiveExitTimestampMonotonic")
+    assert 0 < served <= started
+
+
 def test_each_replica_runs_on_the_cpus_of_its_node(deployed: Lab) -> None:
     for replica in plan(deployed, HOSTS[0])["replicas"]:
         pid = deployed.main_pids(HOSTS[0])[replica["unit"]]
