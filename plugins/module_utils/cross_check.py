@@ -42,11 +42,10 @@ def parse_lstopo(text: str) -> Optional[Lstopo]:
     A PCI device belongs to the nodes of the nearest object above it that has a set of nodes (hwloc manual, "I/O
     objects": their locality is that of their non-I/O parent).
     """
+    document = re.search(r"<topology\b.*</topology>", text, re.DOTALL)  # warnings may stand before and behind it
     try:
-        root = ET.fromstring(text)  # noqa: S314  (printed by a program of this host; expat limits entities itself)
+        root = ET.fromstring(document[0] if document else "")  # noqa: S314  (printed by a program of this host; expat limits entities itself)
     except (ET.ParseError, ValueError):
-        return None
-    if root.tag != "topology":
         return None
     found = Lstopo({}, {})
     queue: list[tuple[ET.Element, set[int]]] = [(root, set())]

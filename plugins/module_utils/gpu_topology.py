@@ -441,12 +441,18 @@ _FIELDS = (
 _OPTIONAL = {"performance_state", "fabric_state"}
 
 # Values that say "this GPU has no such thing", as against those that say "asking failed".
+_LOST = re.compile(r"\[?GPU (?:is lost|requires reset)\b.*", re.IGNORECASE)
 _ABSENT = re.compile(r"\[?(?:N/A|Not Supported|Requested functionality has been deprecated)\]?", re.IGNORECASE)
 
 
 def _watts(text: str) -> Union[int, float]:
     return int(float(text)) if float(text).is_integer() else float(text)
 
+
+_NO_WORD = (
+    r".*\berror\b|gpu is lost|gpu requires reset|insufficient permissions|not found$|unknown$|\[.*\]$|ERR!|\[?N/A|"
+    r"\[?not supported|.*been deprecated"
+)
 
 # How the text of each kind looks and what it becomes.
 _KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -464,7 +470,7 @@ _KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "device_id": (r"(?:0x)?([0-9A-Fa-f]{8})", lambda text: f"{text[4:]}:{text[:4]}".lower()),
     "bus_id": (r"(.*)", normalise_bus_id),
     # Any words but those of a failure.
-    "word": (r"(?i)(?!.*\berror\b|\[.*\]$|ERR!|\[?N/A|\[?not supported|.*been deprecated)(.+)", str),
+    "word": (rf"(?i)(?!{_NO_WORD})(.+)", str),
 }
 
 
@@ -510,8 +516,14 @@ def _label(gpu: dict[str, Any], position: int) -> str:
     return f"GPU {index} ({gpu['pci_bus_id'] or gpu['uuid'] or gpu['name'] or 'unnamed'})"
 
 
+_LOST_REMEDY = "Drain the host and reboot it; if the GPU is lost again, reseat or replace it (power, riser, slot)."
+
+
 def _value_problem(label: str, text: str, names: list[str]) -> Problem:
     absent = bool(_ABSENT.fullmatch(text))
+    if _LOST.fullmatch(text):
+        message = f"{label}: nvidia-smi answers {text!r} for {', '.join(names)}."
+        return problem("error", "gpu_lost", message, _LOST_REMEDY)
     return problem(
         "warning",
         "value_not_supported" if absent else "value_failed",
@@ -958,15 +970,14 @@ class _KnownError(NamedTuple):
     severity: str = "error"
 
 
-_REBOOT = "Drain the host and reboot it; if the GPU is lost again, reseat or replace it (power, riser, slot)."
 _KNOWN_ERRORS = (
     _KnownError(
         r"Unable to (?:determine|detect) the device handle for (?:GPU|gpu)\s?(?:\d+: ?)?"
         r"([0-9A-Fa-f:.]{7,}):\s*([^\n]*)",
         "gpu_unreachable",
-        _REBOOT,
+        _LOST_REMEDY,
     ),
-    _KnownError(r"NVRM: The NVIDIA GPU (\S+)\s[^<]*?(fallen off the bus[^\n]*)", "gpu_unreachable", _REBOOT),
+    _KnownError(r"NVRM: The NVIDIA GPU (\S+)\s[^<]*?(fallen off the bus[^\n]*)", "gpu_unreachable", _LOST_REMEDY),
     _KnownError(
         r"could(?:n(?:'|\\'|&#x27;|&#39;|\u2019)t| not) communicate with the NVIDIA driver[^\n]*",
         "driver_unreachable",

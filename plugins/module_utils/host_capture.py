@@ -127,8 +127,9 @@ def _scrubbed_log(text: str) -> str:
 
 def _scrubbed_lstopo(text: str) -> str:
     """The tree of lstopo with the attributes that the probe compares, no names, sizes and serial numbers."""
+    document = re.search(r"<topology\b.*</topology>", text, re.DOTALL)
     try:
-        root = ET.fromstring(text)  # noqa: S314  (printed by a program of this host)
+        root = ET.fromstring(document[0] if document else "")  # noqa: S314  (printed by a program of this host)
     except ET.ParseError:
         return text[:200]
     kept = {"type", "os_index", "cpuset", "nodeset", "pci_busid", "bridge_type"}

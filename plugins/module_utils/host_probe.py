@@ -81,6 +81,8 @@ _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "3
 # others are mostly faults of the program that was running.
 _HARDWARE_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 140, 143}
 
+_OUR_UNITS = "vllm-"  # how the service role names its units
+
 _UNTESTED_CHECKS: dict[str, Any] = {
     "p2p": {"verdict": "untested", "detail": None},
     "disk_read_mib_s": None,
@@ -489,6 +491,26 @@ def _place(
         )
 
 
+def _foreign_holders(gpu: dict[str, Any], label: str) -> list[Problem]:
+    """Processes on a GPU that no service of ours runs."""
+    foreign = [holder for holder in gpu["holders"] if not (holder["unit"] or "").startswith(_OUR_UNITS)]
+    if not foreign:
+        return []
+    processes = ", ".join(
+        f"process {holder['pid']} of {holder['user'] or 'an unknown user'} ({holder['unit'] or 'no unit'}) "
+        f"{'unknown' if holder['memory_mib'] is None else holder['memory_mib']} MiB"
+        for holder in foreign[:4]
+    )
+    return [
+        problem(
+            "warning",
+            "gpu_in_use",
+            f"{label}: {len(foreign)} processes that are not ours hold its memory: {processes}.",
+            "Stop them, or leave this GPU to them with the planner's option exclude_gpus.",
+        ),
+    ]
+
+
 def _gpu_problems(
     gpu: dict[str, Any],
     device: Optional[_PciDevice],
@@ -499,6 +521,7 @@ def _gpu_problems(
     """Append what is wrong with one GPU; `record` is what nvidia-smi says of it, empty when it does not list it."""
     label = f"GPU {gpu['pci_bus_id'] or gpu['uuid']}"
     pcie, found = gpu["pcie"], gpu["problems"]
+    found += _foreign_holders(gpu, label)
     state = record.get("performance_state")
     if driver["state"] == "ok" and not record:
         bound = f"is bound to {device.driver}" if device and device.driver else "is bound to no driver"
@@ -605,12 +628,12 @@ def _log_problems(kernel_log: Optional[str]) -> list[Problem]:
         seen.setdefault((normalise_bus_id(match[1]) or match[1], int(match[2])), []).append(match[0].strip())
     found = []
     for (bus_id, xid), lines in sorted(seen.items()):
-        hardware = xid in _HARDWARE_XIDS
+        hardware, times = xid in _HARDWARE_XIDS, "once" if len(lines) == 1 else f"{len(lines)} times"
         found.append(
             problem(
                 "error" if hardware else "warning",
                 "xid",
-                f"GPU {bus_id}: Xid {xid} in the kernel log, {len(lines)} times; the last: {lines[-1][:200]}",
+                f"GPU {bus_id}: Xid {xid} in the kernel log, {times}; the last: {lines[-1][:200]}",
                 "Drain the host, reset or reboot, and watch for it to return; then check power, seating and the card."
                 if hardware
                 else "Usually a fault of the program that used the GPU; look it up in NVIDIA's Xid catalogue.",
@@ -659,7 +682,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "iommu_translated",
                 "The IOMMU translates the GPUs' addresses: peer-to-peer transfers over PCIe are slow or corrupt.",
-                "Add iommu=pt to the kernel command line (or turn the IOMMU off) and reboot.",
+                "Add iommu=pt (on Arm iommu.passthrough=1) to GRUB_CMDLINE_LINUX in /etc/default/grub, run update-grub "
+                "and reboot.",
             ),
         )
     if pcie["acs_redirect"]:
@@ -668,7 +692,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "acs_redirect",
                 f"ACS redirects peer-to-peer traffic to the root complex at {', '.join(pcie['acs_redirect'])}.",
-                "Turn ACS off in the firmware setup, or clear the redirect bits at boot with setpci.",
+                "Turn ACS off in the firmware setup; or, until the next boot, clear its two bits at each of them: "
+                "setpci -s ADDRESS ECAP_ACS+6.w=0:c",
             ),
         )
     elif pcie["acs_redirect"] is None and gpus:
@@ -810,6 +835,8 @@ def read_host(
             gpu["memory_total_mib"] = int(host_memory[1]) // 1024
         _place(gpu, device, matrix["numa"].get(gpu["index"], []), {node["id"] for node in nodes})
         _gpu_problems(gpu, device, record, sysfs, driver)
+        for entry in gpu["problems"]:
+            entry["remedy"] = entry["remedy"].replace("-i UUID", f"-i {gpu['uuid'] or 'UUID'}")
     links, link_problems = _links(gpus, by_bus, topo.text)
 
     topology: dict[str, Any] = {

@@ -87,6 +87,12 @@ def test_agreement_is_silent() -> None:
     assert compare_lstopo(GPUS, NODES, None) == []  # not installed
 
 
+def test_warnings_around_the_document_are_passed_over() -> None:
+    """hwloc prints them when it finds the kernel's topology inconsistent."""
+    warning = "****\n* hwloc 2.9.0 received invalid information from the operating system.\n****\n"
+    assert compare_lstopo(GPUS, NODES, warning + HWLOC_2 + warning) == []
+
+
 def test_isolated_and_offline_cpus_are_no_disagreement() -> None:
     assert compare_lstopo(GPUS, [node(0, "1-2"), node(1, "4-7")], HWLOC_2) == []
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_host_probe import generated_hosts, render
 
 from vllm_fleet.target.host_capture import save_host
 from vllm_fleet.target.host_probe import SmiOutput, read_capture, read_kernel_log, read_lstopo, smi_runner
@@ -193,6 +194,17 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {key: saved[key] for key in same} == {key: live[key] for key in same}
     assert saved["driver"]["state"] == live["driver"]["state"]
     assert [entry["code"] for entry in saved["problems"]] == [entry["code"] for entry in live["problems"]]
+
+
+@given(generated_hosts())
+@settings(max_examples=25, deadline=None)
+def test_a_generated_host_is_saved_whole(tmp_path_factory: pytest.TempPathFactory, host: dict[str, Any]) -> None:
+    folder = tmp_path_factory.mktemp("generated")
+    render(host, folder / "host")
+    live = save(folder / "host", folder / "capture.tar.gz")
+    saved = read_capture(str(folder / "capture.tar.gz"))
+    assert without_paths(saved, folder / "capture.tar.gz") == without_paths(live, folder / "host")
+    shutil.rmtree(folder)
 
 
 # --- archives that are not what they should be ----------------------------------------------------------------------

@@ -362,6 +362,30 @@ def test_holders_have_user_and_unit(capture: Path) -> None:
         ]
 
 
+def test_memory_held_by_others_is_told(capture: Path) -> None:
+    def process(pid: int, memory: str) -> str:
+        return f"<process_info><pid>{pid}</pid><type>C</type><used_memory>{memory}</used_memory></process_info>"
+
+    table = process(411, "80000 MiB") + process(412, "500 MiB") + process(413, "N/A")
+    replace_in(capture / "nvidia-smi/q-x.xml", "<processes>", f"<processes>{table}")
+    write(capture / "proc/411/cgroup", "0::/system.slice/vllm-minimax-m2-5-0.service\n")  # ours
+    write(capture / "proc/412/cgroup", "0::/system.slice/jupyter.service\n")
+    write(capture / "proc/412/status", "Uid:\t1000\t1000\t1000\t1000\n")
+    (entry,) = read_capture(str(capture))["problems"]
+    assert entry["code"] == "gpu_in_use"
+    assert entry["message"] == (
+        "GPU 0000:01:00.0: 2 processes that are not ours hold its memory: "
+        "process 412 of 1000 (jupyter.service) 500 MiB, process 413 of an unknown user (no unit) unknown MiB."
+    )
+
+
+def test_a_remedy_names_the_gpu(capture: Path) -> None:
+    replace_in(capture / "nvidia-smi/q-x.xml", "<remapped_row_pending>No", "<remapped_row_pending>Yes")
+    topology = read_capture(str(capture))
+    (entry,) = topology["problems"]
+    assert f"nvidia-smi --gpu-reset -i {topology['gpus'][0]['uuid']}" in entry["remedy"]
+
+
 def test_saved_checks_are_passed_on(capture: Path) -> None:
     verdict = {"verdict": "broken", "detail": "GPU 0 to 4 returned other bytes"}
     write(capture / "checks.json", json.dumps({"p2p": verdict, "disk_read_mib_s": 2900}))

@@ -373,6 +373,19 @@ def test_names_alone_and_names_of_old_drivers() -> None:
     assert [gpu["name"] for gpu in parse_smi("0, A100-SXM4-40GB, 40536 MiB\n")["gpus"]] == ["A100-SXM4-40GB"]
 
 
+@pytest.mark.parametrize("answer", ["GPU is lost", "[GPU requires reset]"])
+def test_a_lost_gpu_in_its_place_has_no_name_and_is_an_error(answer: str) -> None:
+    """Drivers keep the record of a lost GPU, with this in every field."""
+    first = XML.index("<product_name>")
+    record = re.sub(r">[^<\n]+<", f">{answer}<", XML[first : XML.index("</gpu>")])
+    parsed = parse_smi(XML[:first] + record + XML[XML.index("</gpu>") :])
+    lost, other = parsed["gpus"]
+    assert (lost["name"], lost["uuid"], lost["memory_total_mib"]) == (None, None, None)
+    assert lost["pci_bus_id"] == "0000:01:00.0"
+    assert [entry["severity"] for entry in parsed["problems"] if entry["code"] == "gpu_lost"] == ["error"]
+    assert (other["name"], other["problems"]) == ("NVIDIA RTX PRO 6000 Blackwell Server Edition", [])
+
+
 def test_failing_hardware_in_the_text_report() -> None:
     report = (
         "Attached GPUs : 1\nGPU 00000000:06:00.0\n    Product Name : NVIDIA H100\n    GPU Recovery Action : Reset\n"
