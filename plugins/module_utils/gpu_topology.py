@@ -133,6 +133,7 @@ _HEADER_START = re.compile(
     r"(?<![\w-])GPU\d{1,3}(?![\d:])(?=\s*$|\s*(?:GPU|NIC)\d|\s+CPU\b|\s*CPU\s+Aff|\s+[a-z]\w*\d)",
 )
 _TAIL_COLUMNS = re.compile(r"CPU\s*Affinity|NUMA\s*Affinity|GPU\s*NUMA\s*ID")
+_TAIL_NAMES = ["CPUAffinity", "NUMAAffinity", "GPUNUMAID"]
 _MORE_CELLS = re.compile(r"(?!\s*(?:NIC|GPU)\d)[A-Z0-9,/\s-]+")
 # The first word of a continued header may be the rest of one that was cut in two.
 _MORE_NAMES = re.compile(
@@ -199,10 +200,11 @@ def _read_header(line: str) -> Optional[tuple[list[str], list[str]]]:
     start = None if _GPU_ROW.search(line) else _HEADER_START.search(line)
     if not start:
         return None
-    names = line[start.start() :]
+    before = re.search(r"(?:(?:NIC\d+|mlx\w+)\s+)*$", line[: start.start()])  # network cards may come first
+    names = (before[0] if before else "") + line[start.start() :]
     found = [re.sub(r"\s+", "", name) for name in _TAIL_COLUMNS.findall(names)]
     # Drivers print the first one, two or all three; any other set is a damaged header that names no cell.
-    tail_columns = found if found == ["CPUAffinity", "NUMAAffinity", "GPUNUMAID"][: len(found)] else []
+    tail_columns = found if sorted(found) == sorted(_TAIL_NAMES[: len(found)]) else []
     return re.findall(r"(?:GPU|NIC)\d+|\S+", _TAIL_COLUMNS.sub(" ", names)), tail_columns
 
 
@@ -216,8 +218,8 @@ def _read_matrix(text: str) -> _Matrix:
             tables.append(_Matrix(*header, {}))
         elif row:
             columns, _, rows = tables[-1]
-            gpu_columns = sum(1 for name in columns if _GPU_NAME.fullmatch(name))
-            cells = _split_row(line[row.end() :], gpu_columns)
+            last_gpu = max((place for place, name in enumerate(columns) if _GPU_NAME.fullmatch(name)), default=-1)
+            cells = _split_row(line[row.end() :], last_gpu + 1)
             if row[0].strip() in columns or "X" in cells.cells:  # else a sentence: "GPU1 NV18"
                 rows.setdefault(int(row[1]), cells)
     tables = [_named(table) for table in tables]
@@ -272,7 +274,7 @@ def _tail_cells(row: _Row, tail_columns: list[str]) -> dict[str, str]:
         # The last tab cell may have been cut in the middle; one with a tab behind it is whole.
         whole = zip(tail_columns[:2], by_tab[:-1])  # noqa: B905  (no `strict` in Python 3.9; short is the case at hand)
         return {name: cell for name, cell in whole if cell}
-    return {tail_columns[0]: cells[0]} if cells and tail_columns else {}
+    return {"CPUAffinity": cells[0]} if cells and tail_columns[:1] == ["CPUAffinity"] else {}
 
 
 def _numa_nodes(matrix: _Matrix) -> dict[int, list[int]]:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from vllm_fleet import catalog, draw, explain, topology
+from vllm_fleet import catalog, explain, topology
 from vllm_fleet.errors import BadInputError, PlanError
 from vllm_fleet.options import ACCELERATORS, OBJECTIVES
 from vllm_fleet.plan import make_plan
@@ -73,6 +73,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _topology(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import draw  # noqa: PLC0415  only this command draws
+
     facts = topology.read(arguments.topology)
     topology.Topology.from_dict(facts, arguments.topology)  # refuses what cannot be drawn
     printed = {

@@ -341,11 +341,13 @@ def svg(facts: Facts, name: str = "") -> str:
     """
     title = f"{name}: {_title(facts)}" if name else _title(facts)
     room = _PICTURE_WIDTH - 2 * _MARGIN
-    drawn = [
-        _text(_MARGIN, 40, _fit(title, room, 10.2), "title"),
-        _text(_MARGIN, 62, _fit(_state(facts), room, 6.4), "small faint"),
-    ]
-    panels, y = _panels(facts, 80)
+    drawn = [_text(_MARGIN, 40, _fit(name or title, room, 11.4), "title")]
+    y = 62.0
+    if name:
+        drawn.append(_text(_MARGIN, y, _fit(_title(facts), room, 8.6), "head"))
+        y += 20
+    drawn.append(_text(_MARGIN, y, _fit(_state(facts), room, 6.4), "small faint"))
+    panels, y = _panels(facts, y + 18)
     drawn += panels
     problems = facts.get("problems") or []
     beside, end = float(_MARGIN), y + 4

@@ -353,6 +353,66 @@ def test_the_affinity_cell(row: str, nodes: list[int]) -> None:
     assert parse_topo_matrix(text) == {"gpus": [0], "links": {}, "numa": {0: nodes}}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            "\tNIC0\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nNIC0\t X \tPIX\tSYS\t\t\n"
+            "GPU0\tPIX\t X \tNV4\t0-7\t0\nGPU1\tSYS\tNV4\t X \t8-15\t1\n",
+            id="network cards first",
+        ),
+        pytest.param(
+            "\tGPU1\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU1\t X \tNV4\t8-15\t1\nGPU0\tNV4\t X \t0-7\t0\n",
+            id="GPUs reversed",
+        ),
+        pytest.param(
+            "\tGPU0\tGPU1\tNUMA Affinity\tCPU Affinity\nGPU0\t X \tNV4\t0\t0-7\nGPU1\tNV4\t X \t1\t8-15\n",
+            id="nodes before CPUs",
+        ),
+        pytest.param(
+            "\tGPU0\tGPU1\tGPU NUMA ID\tCPU Affinity\tNUMA Affinity\n"
+            "GPU0\t X \tNV4\t4\t0-7\t0\nGPU1\tNV4\t X \t12\t8-15\t1\n",
+            id="memory nodes first",
+        ),
+    ],
+)
+def test_columns_are_found_by_name_not_by_place(text: str) -> None:
+    assert parse_topo_matrix(text) == {"gpus": [0, 1], "links": {"0-1": "NV4"}, "numa": {0: [0], 1: [1]}}
+
+
+def test_a_cell_short_of_a_header_in_another_order_names_nothing() -> None:
+    text = "\tGPU0\tNUMA Affinity\tCPU Affinity\nGPU0 X 0-7\n"
+    assert parse_topo_matrix(text)["numa"] == {0: []}  # not nodes 0 to 7
+
+
+def test_numbers_with_a_gap_are_kept() -> None:
+    """nvidia-smi goes on without a GPU that it cannot open: here 1."""
+    text = (
+        "\tGPU0\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tNODE\tSYS\t0-7\t0\t\tN/A\n"
+        "GPU2\tNODE\t X \tSYS\t0-7\t0\t\tN/A\nGPU3\tSYS\tSYS\t X \t8-15\t1\t\tN/A\n"
+    )
+    assert parse_topo_matrix(text) == {
+        "gpus": [0, 2, 3],
+        "links": {"0-2": "NODE", "0-3": "SYS", "2-3": "SYS"},
+        "numa": {0: [0], 2: [0], 3: [1]},
+    }
+
+
+def test_superchips_print_their_memory_nodes_apart() -> None:
+    """GH200 with four: the last column is the node of the GPU's own memory, which has no CPUs."""
+    rows = [["NV6"] * 4 for _ in range(4)]
+    for gpu in range(4):
+        rows[gpu][gpu] = " X "
+    lines = ["\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
+    lines += [
+        "\t".join([f"GPU{gpu}", *row, f"{72 * gpu}-{72 * gpu + 71}", str(gpu), "", str(4 + 8 * gpu)])
+        for gpu, row in enumerate(rows)
+    ]
+    parsed = parse_topo_matrix("\n".join(lines))
+    assert parsed["numa"] == {0: [0], 1: [1], 2: [2], 3: [3]}
+    assert parsed["links"] == all_pairs(4, "NV6")
+
+
 def test_a_header_that_lost_a_name_moves_no_link() -> None:
     text = (
         "GPU0 GPU1 GPU3 CPU Affinity NUMA Affinity\n"
