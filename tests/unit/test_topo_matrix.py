@@ -142,6 +142,7 @@ CARRIED: dict[str, Callable[[str], object]] = {
     "code fence": lambda text: f"```text\n{text}\n```",
     "inline code": lambda text: f"`{text}`",
     "no-break spaces": lambda text: text.replace(" ", "\xa0"),
+    "typographic dashes": lambda text: text.replace("-", "\u2013"),
     "zero-width spaces": lambda text: text.replace("\t", "\t\u200b"),
     "HTML entities": lambda text: text.replace(" ", "&nbsp;").replace("\t", "&#9;"),
     "HTML": lambda text: f"<pre><code>{html.escape(text)}</code></pre>",
