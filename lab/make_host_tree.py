@@ -59,6 +59,7 @@ class Host:
     online: str
     allowed: str
     nvswitches: tuple[str, ...] = ()
+    above: tuple[str, ...] = ()  # of each GPU its root complex and bridges; without, a root port of its own
     has_driver: bool = True
     has_self: bool = True  # the lab links proc/self to the real one, for the CPUs and nodes that are really allowed
 
@@ -123,6 +124,42 @@ _H100_8X = Host(
     nvswitches=("0000:07:00.0", "0000:08:00.0", "0000:09:00.0", "0000:0a:00.0"),
 )
 
+# Eight cards below four switches, two and two of which hang below a switch at a root port: the only order in which the
+# recorded PIX, PXB and NODE come out. The record has no addresses and no sizes: these are made up.
+_SWITCHED = replace(
+    _REFERENCE,
+    folder=FIXTURES / "captures" / "rtxpro6000-8x-switches",
+    matrix="rtxpro6000-8x-threadripper-1node-switches",
+    bus_ids=tuple(f"0000:{bus}:00.0" for bus in ("05", "06", "09", "0a", "85", "86", "89", "8a")),
+    minors=(0, 1, 2, 3, 4, 5, 6, 7),
+    gpu_nodes=(0,) * 8,
+    driver="595.45.04",
+    node_cpus=("0-31",),
+    node_memory_mib=(515584,),
+    online="0-31",
+    allowed="0-31",
+    above=tuple(
+        f"pci0000:{root}0/0000:{root}0:01.1/0000:{root}1:00.0/0000:{root}2:{port}.0/0000:{root}{up}:00.0/"
+        f"0000:{root}{down}:{leg}.0"
+        for root in ("0", "8")
+        for port, up, down in (("00", "3", "4"), ("01", "7", "8"))
+        for leg in ("00", "01")
+    ),
+)
+# Eight NUMA nodes of thirteen CPUs, one GPU on each, not in their order. The record has no addresses and no sizes.
+_SNC4 = replace(
+    _H100_8X,
+    folder=FIXTURES / "captures" / "h100-8x-snc4",
+    matrix="h100-8x-snc4-8nodes-noht",
+    gpu_nodes=(0, 2, 3, 1, 4, 6, 7, 5),
+    driver="550.90.07",
+    cuda="12.4",
+    node_cpus=("0-12", "13-25", "26-38", "39-51", "52-64", "65-77", "78-90", "91-103"),
+    node_memory_mib=(257966,) * 8,
+    online="0-103",
+    allowed="0-103",
+)
+
 HOSTS = {
     "rtxpro6000-8x-2nodes": _REFERENCE,
     "rtxpro6000-2x": replace(
@@ -151,6 +188,8 @@ HOSTS = {
         allowed="0-103",
         nvswitches=(),
     ),
+    "rtxpro6000-8x-switches": _SWITCHED,
+    "h100-8x-snc4": _SNC4,
     "no-driver": replace(_REFERENCE, folder=FIXTURES / "captures" / "no-driver", has_driver=False),
     "no-gpu": replace(
         _REFERENCE,
@@ -333,19 +372,34 @@ def _bridge_config(vendor: int, device: int) -> bytes:
     return bytes(space)
 
 
+def _write_bridge(devices: Path, path: Path) -> None:
+    """Write the root port or switch port at `devices/PATH`, if it is not there yet."""
+    if (devices / path.name).is_symlink():
+        return
+    root_port = len(path.parts) == 2  # noqa: PLR2004  (root complex, port)
+    vendor, device = (0x1022, 0x14AB) if root_port else (0x11F8, 0x4000)
+    folder = devices.parents[2] / "devices" / path
+    for name, value in {
+        "vendor": f"0x{vendor:04x}",
+        "device": f"0x{device:04x}",
+        "class": "0x060400",
+        "max_link_speed": "32.0 GT/s PCIe",
+    }.items():
+        _write(folder / name, value)
+    _write(folder / "config", _bridge_config(vendor, device))
+    _link(devices / path.name, f"../../../devices/{path}")
+
+
 def _write_pci(host: Host, sys_folder: Path) -> None:
-    """One root complex and root port above each GPU, as on a board without PCIe switches."""
+    """The bridges above each GPU; by default one root complex and root port, as on a board without PCIe switches."""
     devices = sys_folder / "bus" / "pci" / "devices"
     devices.mkdir(parents=True)
     for position, (bus_id, node) in enumerate(zip(host.bus_ids, host.gpu_nodes, strict=True)):
         root_bus = f"{int(bus_id[5:7], 16) - 1:02x}"
-        root_port = f"0000:{root_bus}:01.1"
-        port_folder = sys_folder / "devices" / f"pci0000:{root_bus}" / root_port
-        _write(port_folder / "vendor", "0x1022")
-        _write(port_folder / "device", "0x14ab")
-        _write(port_folder / "class", "0x060400")
-        _write(port_folder / "max_link_speed", "32.0 GT/s PCIe")
-        _write(port_folder / "config", _bridge_config(0x1022, 0x14AB))
+        above = Path(host.above[position] if host.above else f"pci0000:{root_bus}/0000:{root_bus}:01.1")
+        port_folder = sys_folder / "devices" / above
+        for depth in range(2, len(above.parts) + 1):
+            _write_bridge(devices, Path(*above.parts[:depth]))
         gpu_folder = port_folder / bus_id
         for name, value in {
             "vendor": "0x10de",
@@ -360,9 +414,8 @@ def _write_pci(host: Host, sys_folder: Path) -> None:
         }.items():
             _write(gpu_folder / name, value)
         if host.has_driver:
-            _link(gpu_folder / "driver", "../../../../bus/pci/drivers/nvidia")
-        _link(devices / root_port, f"../../../devices/pci0000:{root_bus}/{root_port}")
-        _link(devices / bus_id, f"../../../devices/pci0000:{root_bus}/{root_port}/{bus_id}")
+            _link(gpu_folder / "driver", "../" * (len(above.parts) + 2) + "bus/pci/drivers/nvidia")
+        _link(devices / bus_id, f"../../../devices/{above}/{bus_id}")
         if host.has_driver:
             information = host.folder / "proc" / "driver" / "nvidia" / "gpus" / bus_id / "information"
             _write(

@@ -74,19 +74,57 @@ def normalise_bus_id(text: str) -> Optional[str]:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
-def _as_text(text: Any) -> str:
+# What terminals, editors, log pipelines, JSON and web pages put into a text on its way into a ticket, and what it was.
+_TRACES = (
+    (r"[\x00\u200b-\u200d\u2060\ufeff]", ""),
+    (r"\\+(?:u001b|x1b|033|ufffd|e(?=\[))|\^\[(?=[\[(])|#033|<?ESC>?(?=\[)|\u241b|\ufffd(?=\[)", "\x1b"),
+    (r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[()][0-9A-B])|\x9b[0-?]*[@-~]|\[[0-9;]*[mK]", ""),
+    (r"\\+t|\^I|#011|&#0?9;|&(?:emsp|Tab);|</t[dh]>", "\t"),
+    (r"(?:\\+r)*\\+n|<br ?/?>|</(?:tr|p|div)>|\r*\n|\r|[\x0b\x0c\x85\u2028\u2029]", "\n"),
+    (r"</?(?:pre|code|samp|p|div|span|font|table|tbody|tr|t[dh])(?: [^<>]*)?>", ""),
+    (r"[\xa0\u2000-\u200a\u202f\u3000]|&nbsp;", " "),
+    (r"[\u2010-\u2015\u2212]", "-"),
+    (r"\\+(?=[\"'/])", ""),
+)
+
+
+def _as_printed(text: Any) -> str:
+    """Give back the text as it was printed: colours gone, escapes, entities and exotic blanks turned back."""
     if isinstance(text, (bytes, bytearray)):
-        return bytes(text).decode("utf-8", "replace")
-    return "" if text is None else str(text)
+        text = bytes(text).decode("utf-8", "replace")  # of UTF-16 only NULs remain between the letters
+    printed = "" if text is None else str(text)
+    if re.search(r"&lt;(?:nvidia_smi_log|gpu)\b", printed):
+        printed = html.unescape(printed)
+    if re.match(r"\s*[\[{]\s*[\"']", printed):  # lines as a JSON or Python list
+        printed = re.sub(r"(\\*[\"']),\s*\1", "\n", printed)
+    for pattern, original in _TRACES:
+        printed = re.sub(pattern, original, printed)
+    return printed
+
+
+# What JSON, Markdown and `cat -A` leave at the end of a line; a tab there is a blank cell.
+_LINE_END = re.compile(r"(?:\\*[\"'`$][,}\]]*)+ *$", re.MULTILINE)
+
+
+def _without_prefix(lines: list[str], anchor: re.Pattern[str]) -> list[str]:
+    """Drop what stands before each line (a log's time and host, `> `, a line number, an indent).
+
+    The first line with the anchor, which starts what nvidia-smi prints, shows how it looks; numbers in it may differ.
+    """
+    anchors = filter(None, map(anchor.search, lines))
+    prefix = next((found.string[: found.start()] for found in anchors), "")
+    words = prefix.strip()
+    blanks = len(prefix) - len(prefix.rstrip())
+    pattern = re.sub(r"\d+", lambda _: r"\d+", re.sub(r"(?:\\?\s)+", lambda _: r"\s+", re.escape(words)))
+    start = re.compile((rf"^\s*{pattern}" if words else "^") + rf"[ \t]{{0,{blanks}}}")
+    return [start.sub("", line) for line in lines]
 
 
 # --- nvidia-smi topo -m ---------------------------------------------------------------------------------------------
 
-# A paste may have lost the ESC byte, or hold its replacement character or its escaped spelling.
-_ANSI = re.compile(r"(?:[\x1b\x9b\ufffd\u241b]|\\x1b|\\u001b|\\033|\\e)?\[[0-9;]*[mK]")
 # The classes of the legend; SOC and PSB are what old drivers called SYS and PIX. A GPU has at most 18 NVLinks, which
 # decides where the number ends when the next cell is glued to it.
-_LINK = r"(?:X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+(?![\d,-])|NV(?:1[0-8]|[1-9])(?=\d))"
+_LINK = r"(?:X(?!GMI)|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+(?![\d,-])|NV(?:1[0-8]|[1-9])(?=\d))"
 _LINK_CELL = re.compile(rf"\s*({_LINK})")
 _ANY_CELL = re.compile(r"\s*(\S+)")
 _GPU_ROW = re.compile(rf"(?<![\w-])GPU(\d{{1,3}})\s*(?={_LINK}|N/A)")
@@ -95,8 +133,12 @@ _HEADER_START = re.compile(
     r"(?<![\w-])GPU\d{1,3}(?![\d:])(?=\s*$|\s*(?:GPU|NIC)\d|\s+CPU\b|\s*CPU\s+Aff|\s+[a-z]\w*\d)",
 )
 _TAIL_COLUMNS = re.compile(r"CPU\s*Affinity|NUMA\s*Affinity|GPU\s*NUMA\s*ID")
+_TAIL_NAMES = ["CPUAffinity", "NUMAAffinity", "GPUNUMAID"]
 _MORE_CELLS = re.compile(r"(?!\s*(?:NIC|GPU)\d)[A-Z0-9,/\s-]+")
-_MORE_NAMES = re.compile(r"(?:\s*(?:NIC\d+|GPU\d+|mlx\w+|CPU|NUMA|Affinity|GPU NUMA ID))+\s*")
+# The first word of a continued header may be the rest of one that was cut in two.
+_MORE_NAMES = re.compile(
+    r"\s*(?:\d+|(?:(?:(?:A?f)?f)?i)?n?i?t?y|U?M?A|P?U|D)?(?:\s*(?:NIC\d*|GPU\d*|mlx\w+|CPU|NUMA|Aff\w*|ID))*\s*"
+)
 
 
 class _Row(NamedTuple):
@@ -132,14 +174,18 @@ def _split_row(text: str, gpu_columns: int) -> _Row:
 
 
 def _logical_lines(text: str) -> list[str]:
-    """Strip colour codes and join what a terminal wrapped: bare names continue a header, bare cells a GPU row."""
-    lines = [_ANSI.sub("", line) for line in re.split(r"\r\n|\r|\n", text)]
+    """Lines without their prefix, those joined that a terminal wrapped: bare names continue a header, cells a row."""
+    lines = _LINE_END.sub("", text).split("\n")
+    # A Markdown table has a bar between all cells.
+    lines = [line.replace("|", "\t") if line.count("|") > 2 else line for line in lines]  # noqa: PLR2004
+    lines = _without_prefix(lines, _GPU_ROW)
     width = max(len(line.expandtabs()) for line in lines)
     joined: list[str] = []
     continuation: Optional[re.Pattern[str]] = None
     previous = ""
     for line in lines:
-        if continuation and line.strip() and continuation.fullmatch(line) and not _GPU_ROW.search(line):
+        starts = _GPU_ROW.search(line) or re.search(r"(?<!\w)GPU0(?!\d)", line)
+        if continuation and line.strip() and continuation.fullmatch(line) and not starts:
             # A line that fills the width may end in the middle of a cell, a shorter one ends between two.
             joined[-1] += line if len(previous.expandtabs()) == width else " " + line
         else:
@@ -149,29 +195,40 @@ def _logical_lines(text: str) -> list[str]:
     return joined
 
 
+def _read_header(line: str) -> Optional[tuple[list[str], list[str]]]:
+    """Names of the link columns and of the columns behind them; None when the line is no header."""
+    start = None if _GPU_ROW.search(line) else _HEADER_START.search(line)
+    if not start:
+        return None
+    before = re.search(r"(?:(?:NIC\d+|mlx\w+)\s+)*$", line[: start.start()])  # network cards may come first
+    names = (before[0] if before else "") + line[start.start() :]
+    found = [re.sub(r"\s+", "", name) for name in _TAIL_COLUMNS.findall(names)]
+    # Drivers print the first one, two or all three; any other set is a damaged header that names no cell.
+    tail_columns = found if sorted(found) == sorted(_TAIL_NAMES[: len(found)]) else []
+    return re.findall(r"(?:GPU|NIC)\d+|\S+", _TAIL_COLUMNS.sub(" ", names)), tail_columns
+
+
 def _read_matrix(text: str) -> _Matrix:
-    lines = _logical_lines(text)
-    first_row = next((number for number, line in enumerate(lines) if _GPU_ROW.search(line)), len(lines))
-    columns: list[str] = []
-    tail_columns: list[str] = []
-    for line in reversed(lines[:first_row]):
-        start = _HEADER_START.search(line)
-        if start:
-            names = line[start.start() :]
-            found = [re.sub(r"\s+", "", name) for name in _TAIL_COLUMNS.findall(names)]
-            # Drivers print the first one, two or all three; any other set is a damaged header that names no cell.
-            tail_columns = found if found == ["CPUAffinity", "NUMAAffinity", "GPUNUMAID"][: len(found)] else []
-            columns = re.findall(r"(?:GPU|NIC)\d+|\S+", _TAIL_COLUMNS.sub(" ", names))
-            break
-    gpu_columns = sum(1 for name in columns if _GPU_NAME.fullmatch(name))
-    rows: dict[int, _Row] = {}
-    for line in lines[first_row:]:
-        match = _GPU_ROW.search(line)
-        if match:
-            rows.setdefault(int(match[1]), _split_row(line[match.end() :], gpu_columns))
-    if not columns and rows:  # the header was cut off: the rows still say which GPUs there are
-        columns = [f"GPU{gpu}" for gpu in sorted(rows)]
-    return _Matrix(columns, tail_columns, rows)
+    """Read the table; of several (a peer-to-peer status before it) the one that says most."""
+    # The last cell of a text that stops without a line end may be half of one: NV1 of NV18.
+    tables = [_Matrix([], [], {})]
+    for line in _logical_lines(re.sub(r"NV\d+\Z", "", text)):
+        row, header = _GPU_ROW.search(line), _read_header(line)
+        if header:
+            tables.append(_Matrix(*header, {}))
+        elif row:
+            columns, _, rows = tables[-1]
+            last_gpu = max((place for place, name in enumerate(columns) if _GPU_NAME.fullmatch(name)), default=-1)
+            cells = _split_row(line[row.end() :], last_gpu + 1)
+            if row[0].strip() in columns or "X" in cells.cells:  # else a sentence: "GPU1 NV18"
+                rows.setdefault(int(row[1]), cells)
+    tables = [_named(table) for table in tables]
+    return max(tables, key=lambda table: (len(_directed_links(table)), len(table.tail_columns), len(table.rows)))
+
+
+def _named(matrix: _Matrix) -> _Matrix:
+    """Name the columns of a table whose header was cut off: the rows still say which GPUs there are."""
+    return matrix if matrix.columns else matrix._replace(columns=[f"GPU{gpu}" for gpu in sorted(matrix.rows)])
 
 
 def _trusted_columns(matrix: _Matrix) -> dict[int, int]:
@@ -217,7 +274,7 @@ def _tail_cells(row: _Row, tail_columns: list[str]) -> dict[str, str]:
         # The last tab cell may have been cut in the middle; one with a tab behind it is whole.
         whole = zip(tail_columns[:2], by_tab[:-1])  # noqa: B905  (no `strict` in Python 3.9; short is the case at hand)
         return {name: cell for name, cell in whole if cell}
-    return {tail_columns[0]: cells[0]} if cells and tail_columns else {}
+    return {"CPUAffinity": cells[0]} if cells and tail_columns[:1] == ["CPUAffinity"] else {}
 
 
 def _numa_nodes(matrix: _Matrix) -> dict[int, list[int]]:
@@ -265,8 +322,10 @@ def parse_topo_matrix(text: str) -> dict[str, Any]:
         first; where the two directions differ, the row of the lower number. `numa`: for each GPU the set of nodes
         printed for it, an empty list when none is (`N/A`, blank, no such column, a cut row).
     """
-    matrix = _read_matrix(_as_text(text))
-    in_header = {int(match[1]) for match in map(_GPU_NAME.fullmatch, matrix.columns) if match}
+    matrix = _read_matrix(_as_printed(text))
+    # A header alone is nvidia-smi's only if it goes on behind the GPUs; other vendors' tables have such rows, too.
+    named = matrix.columns if matrix.rows or matrix.tail_columns else []
+    in_header = {int(match[1]) for match in map(_GPU_NAME.fullmatch, named) if match}
     gpus = sorted(in_header | set(matrix.rows))
     directed = _directed_links(matrix)
     links: dict[str, str] = {}
@@ -281,7 +340,7 @@ def parse_topo_matrix(text: str) -> dict[str, Any]:
 
 def topo_disagreements(text: str) -> list[tuple[int, int, str, str]]:
     """Pairs whose two directions print different classes: (first, second, there, back)."""
-    directed = _directed_links(_read_matrix(_as_text(text)))
+    directed = _directed_links(_read_matrix(_as_printed(text)))
     return [
         (first, second, link, directed[second, first])
         for (first, second), link in sorted(directed.items())
@@ -384,12 +443,18 @@ _FIELDS = (
 _OPTIONAL = {"performance_state", "fabric_state"}
 
 # Values that say "this GPU has no such thing", as against those that say "asking failed".
+_LOST = re.compile(r"\[?GPU (?:is lost|requires reset)\b.*", re.IGNORECASE)
 _ABSENT = re.compile(r"\[?(?:N/A|Not Supported|Requested functionality has been deprecated)\]?", re.IGNORECASE)
 
 
 def _watts(text: str) -> Union[int, float]:
     return int(float(text)) if float(text).is_integer() else float(text)
 
+
+_NO_WORD = (
+    r".*\berror\b|gpu is lost|gpu requires reset|insufficient permissions|not found$|unknown$|\[.*\]$|ERR!|\[?N/A|"
+    r"\[?not supported|.*been deprecated"
+)
 
 # How the text of each kind looks and what it becomes.
 _KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -407,7 +472,7 @@ _KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "device_id": (r"(?:0x)?([0-9A-Fa-f]{8})", lambda text: f"{text[4:]}:{text[:4]}".lower()),
     "bus_id": (r"(.*)", normalise_bus_id),
     # Any words but those of a failure.
-    "word": (r"(?i)(?!.*\berror\b|\[.*\]$|ERR!|\[?N/A|\[?not supported|.*been deprecated)(.+)", str),
+    "word": (rf"(?i)(?!{_NO_WORD})(.+)", str),
 }
 
 
@@ -453,8 +518,14 @@ def _label(gpu: dict[str, Any], position: int) -> str:
     return f"GPU {index} ({gpu['pci_bus_id'] or gpu['uuid'] or gpu['name'] or 'unnamed'})"
 
 
+_LOST_REMEDY = "Drain the host and reboot it; if the GPU is lost again, reseat or replace it (power, riser, slot)."
+
+
 def _value_problem(label: str, text: str, names: list[str]) -> Problem:
     absent = bool(_ABSENT.fullmatch(text))
+    if _LOST.fullmatch(text):
+        message = f"{label}: nvidia-smi answers {text!r} for {', '.join(names)}."
+        return problem("error", "gpu_lost", message, _LOST_REMEDY)
     return problem(
         "warning",
         "value_not_supported" if absent else "value_failed",
@@ -541,53 +612,114 @@ def _integer(text: Optional[str]) -> Optional[int]:
     return _convert("mib", text) if text else None
 
 
-def _health_problems(node: _Node, label: str) -> list[Problem]:
+class _HealthSign(NamedTuple):
+    """Where -x and -q show failing hardware, what they print then, and what that means."""
+
+    xml: str
+    text: str
+    bad: str
+    severity: str
+    code: str
+    meaning: str
+    remedy: str
+
+
+_RESET = "Drain the host and reset the GPU (nvidia-smi --gpu-reset -i UUID) or reboot."
+_ECC_REMEDY = f"{_RESET} If errors return, replace the card."
+_REPLACE = "Replace the card: NVIDIA treats this as a reason for return (RMA)."
+_RECOVER = "Drain the host, then do what the driver asks: nvidia-smi --gpu-reset -i UUID, or a reboot."
+_HEALTH = (
+    _HealthSign(
+        "remapped_rows/remapped_row_failure",
+        "Remapped Rows/Remapping Failure Occurred",
+        "Yes",
+        "error",
+        "row_remap_failed",
+        "remapping a bad memory row failed",
+        _REPLACE,
+    ),
+    _HealthSign(
+        "remapped_rows/remapped_row_pending",
+        "Remapped Rows/Pending",
+        "Yes",
+        "warning",
+        "row_remap_pending",
+        "a bad memory row waits to be remapped",
+        _RESET,
+    ),
+    _HealthSign(
+        "retired_pages/pending_retirement|retired_pages/pending_blacklist",
+        "Retired Pages/Pending Page Blacklist",
+        "Yes",
+        "warning",
+        "page_retirement_pending",
+        "a bad memory page waits to be retired",
+        _RESET,
+    ),
+    _HealthSign(
+        "ecc_errors/aggregate/sram_threshold_exceeded",
+        "ECC Errors/Aggregate/SRAM Threshold Exceeded",
+        "Yes",
+        "error",
+        "sram_threshold_exceeded",
+        "more SRAM errors than NVIDIA accepts",
+        _REPLACE,
+    ),
+    _HealthSign(
+        "ecc_errors/unrepairable_memory",
+        "ECC Errors/Unrepairable Memory",
+        "Yes",
+        "error",
+        "unrepairable_memory",
+        "memory that cannot be repaired",
+        _REPLACE,
+    ),
+    _HealthSign(
+        "ecc_errors/channel_repair_pending|ecc_errors/tpc_repair_pending",
+        "ECC Errors/Channel Repair Pending|ECC Errors/TPC Repair Pending",
+        "Yes",
+        "warning",
+        "repair_pending",
+        "a repair waits for the next reset",
+        _RESET,
+    ),
+    _HealthSign(
+        "gpu_recovery_action",
+        "GPU Recovery Action",
+        r"(?!None$|N/A$).+",
+        "error",
+        "recovery_needed",
+        "the driver asks for a recovery action",
+        _RECOVER,
+    ),
+)
+
+
+def _health_problems(node: _Node, label: str, *, xml: bool) -> list[Problem]:
     """What the report says about failing hardware, independent of any one field of the record."""
     found: list[Problem] = []
-    volatile = node.find("ecc_errors/volatile")
+    volatile = node.find("ecc_errors/volatile" if xml else "ECC Errors/Volatile")
+    # Up to Turing a double-bit error is what Ampere and later call an uncorrectable one.
+    kinds = [*volatile.children, *_all(volatile, "double_bit"), *_all(volatile, "Double Bit")] if volatile else []
+    counters = [child for kind in kinds for child in (kind, *(kind.children if "ouble" in kind.tag else ()))]
     uncorrected = {
-        child.tag: int(child.text[0])
-        for child in (volatile.children if volatile else [])
-        if "uncorrectable" in child.tag and child.text and child.text[0].strip().isdecimal() and int(child.text[0])
+        counter.tag: int(counter.text[0])
+        for counter in counters
+        if re.search("(?i)uncorrectable|^total$", counter.tag)
+        and counter.text
+        and counter.text[0].strip().isdecimal()
+        and int(counter.text[0])
     }
     if uncorrected:
         counts = ", ".join(f"{tag} {count}" for tag, count in uncorrected.items())
-        found.append(
-            problem(
-                "error",
-                "ecc_uncorrected",
-                f"{label}: uncorrectable ECC errors since the driver was loaded ({counts}).",
-                "Drain the host, reset the GPU (nvidia-smi --gpu-reset -i UUID); if errors return, replace the card.",
-            ),
-        )
-    if node.value("remapped_rows/remapped_row_failure") == "Yes":
-        found.append(
-            problem(
-                "error",
-                "row_remap_failed",
-                f"{label}: remapping a bad memory row failed.",
-                "Replace the card: NVIDIA treats a remapping failure as a reason for return.",
-            ),
-        )
-    if node.value("remapped_rows/remapped_row_pending") == "Yes":
-        found.append(
-            problem(
-                "warning",
-                "row_remap_pending",
-                f"{label}: a bad memory row waits to be remapped.",
-                "Drain the host and reset the GPU (nvidia-smi --gpu-reset -i UUID) or reboot.",
-            ),
-        )
-    action = node.value("gpu_recovery_action")
-    if action and action != "None" and not _ABSENT.fullmatch(action):
-        found.append(
-            problem(
-                "error",
-                "recovery_needed",
-                f"{label}: the driver asks for a recovery action: {action}.",
-                "Drain the host, then do what the driver asks: nvidia-smi --gpu-reset -i UUID, or a reboot.",
-            ),
-        )
+        message = f"{label}: uncorrectable ECC errors since the driver was loaded ({counts})."
+        found.append(problem("error", "ecc_uncorrected", message, _ECC_REMEDY))
+    for sign in _HEALTH:
+        values = (node.value(path) for path in (sign.xml if xml else sign.text).split("|"))
+        value = next((value for value in values if value and re.fullmatch(sign.bad, value)), None)
+        if value and not _ABSENT.fullmatch(value):
+            says = "" if value == "Yes" else f": {value}"
+            found.append(problem(sign.severity, sign.code, f"{label}: {sign.meaning}{says}.", sign.remedy))
     return found
 
 
@@ -616,7 +748,7 @@ def _gpu_from_xml(node: _Node, position: int) -> dict[str, Any]:
         if pid is not None:
             memory = _integer(process.value("used_memory"))
             gpu["holders"].append({"pid": pid, "user": None, "unit": None, "memory_mib": memory})
-    gpu["problems"] += _health_problems(node, _label(gpu, position))
+    gpu["problems"] += _health_problems(node, _label(gpu, position), xml=True)
     return gpu
 
 
@@ -629,11 +761,26 @@ def _gpu_from_outline(node: _Node, position: int) -> dict[str, Any]:
         if value is not None:
             cells[field.name] = value
     _fill(gpu, cells, position)
+    gpu["problems"] += _health_problems(node, _label(gpu, position), xml=False)
     return gpu
 
 
 _ERROR_LINE = r"^(?:Unable to|Failed to|NVIDIA-SMI has failed|ERROR)"
 _FAILED_CELL = r"\[(?:Unknown Error|Insufficient Permissions|GPU requires reset|GPU is lost|Not Found)\]|^ERR!"
+
+
+_GPU_NAMES = r"(?:NVIDIA |Tesla |Quadro |GeForce |GRID |TITAN |[RG]TX |[ABHLPTV]\d{2,4}\b)"
+# What makes a table nvidia-smi's: columns that nothing else has.
+_CSV_ONLY_NVIDIA = {"uuid", "gpu_uuid", "gpu_name", "gpu_bus_id", "compute_cap", "driver_version"}
+
+
+def _is_nvidia_row(cells: list[str]) -> bool:
+    """Whether a row without header is of an NVIDIA GPU: by its UUID or bus id, or its name beside a number."""
+    identity = r"(?:GPU|MIG)-\S+|[\dA-Fa-f]{8}:[\dA-Fa-f]{2}:[\dA-Fa-f]{2}\.[0-7]"
+    if any(re.fullmatch(identity, cell) for cell in cells):
+        return True
+    numbers = any(re.fullmatch(r"[\d.]+(?: ?(?:MiB|W|%))?", cell) for cell in cells)
+    return numbers and any(re.match(_GPU_NAMES, cell) for cell in cells)
 
 
 def _csv_cells(line: str) -> list[str]:
@@ -671,6 +818,8 @@ def _guess_columns(rows: list[list[str]]) -> list[str]:
         names[0] = "index"
     if width > 1 and not names[1] and all(re.search(r"[A-Za-z]{3}", row[1]) for row in rows):
         names[1] = "name"
+    elif not names[0] and all(re.match(_GPU_NAMES, row[0]) for row in rows):
+        names[0] = "name"
     memory = [column for column, name in enumerate(names) if name == "memory"]
     for column in memory:
         names[column] = ""
@@ -690,11 +839,12 @@ def _csv_table(lines: list[str]) -> tuple[Optional[list[str]], list[list[str]]]:
         cells = _csv_cells(line)
         if names:
             header = header or names
-        elif header and len(cells) == len(header) and not re.search(_ERROR_LINE, line):
+        elif re.search(_ERROR_LINE, line):
+            continue
+        elif len(cells) == len(header or []) or (len(cells) > 1 and _is_nvidia_row(cells)):
             rows.append(cells)
-        elif len(cells) > 1 and (re.match(r"\d+, ?[^,]+,", line) or re.search(r"\bGPU-|[0-9A-Fa-f]{8}:\S\S:", line)):
-            rows.append(cells)  # no header, or a row of another length, that shows by index or identity what it is
-    return header, rows
+    specific = any("." in name or name in _CSV_ONLY_NVIDIA for name in header or [])
+    return header, rows if specific or any(map(_is_nvidia_row, rows)) else []
 
 
 def _gpu_from_row(header: list[str], row: list[str], position: int, *, exact: bool) -> dict[str, Any]:
@@ -764,29 +914,79 @@ def _gpus_from_list(lines: list[str]) -> list[dict[str, Any]]:
     return gpus
 
 
+_TABLE_GPU = re.compile(
+    r"\|\s*(?P<index>\d+)\s+(?P<name>\S.*?)\s+(?:On|Off|WDDM|TCC|MCDM|N/A|ERR!)\s*\|"
+    r"\s*(?P<bus_id>[0-9A-F]{4,8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-7])\s+\S+\s*\|\s*(?P<ecc>\S+)\s*\|"
+)
+_TABLE_STATE = re.compile(
+    r"\|.*?\b(?P<state>P\d{1,2}|ERR!)\s.*?/\s*(?P<power>\S+)\s*\|\s*(?:(?P<used>\S+)\s*/\s*(?P<total>\S+)|(?P<none>[^|]*?))\s*\|"
+)
+_TABLE_MIG = re.compile(r"\|\s*\|\s*\|\s*(Enabled|Disabled)\*?\s*\|")
+_TABLE_PROCESS = re.compile(r"\|\s*(\d+)\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d+)\s+[CGM+]+\s.*?(?:\s(\d+)MiB)?\s*\|")
+
+
+def _gpu_from_table(first: re.Match[str], second: Optional[re.Match[str]], mig: str, position: int) -> dict[str, Any]:
+    gpu = _empty_gpu()
+    gpu["index"] = int(first["index"])
+    cells = {"pci_bus_id": first["bus_id"], "name": first["name"]}
+    if first["name"].endswith("..."):  # shortened, and several cards begin alike
+        del cells["name"]
+    errors = int(first["ecc"]) if first["ecc"].isdecimal() else None
+    cells["ecc"] = first["ecc"].replace("Off", "Disabled") if errors is None else "Enabled"
+    if second:
+        cells.update({"performance_state": second["state"], "power_limit_w": second["power"]})
+        cells["memory_total_mib"] = second["total"] or second["none"]
+        if second["used"]:
+            cells["memory_used_mib"] = second["used"]
+    _fill(gpu, cells, position)
+    gpu["mig"]["enabled"] = {"Enabled": True, "Disabled": False}.get(mig)
+    if errors:
+        message = f"{_label(gpu, position)}: {errors} uncorrectable ECC errors since the driver was loaded."
+        gpu["problems"].append(problem("error", "ecc_uncorrected", message, _ECC_REMEDY))
+    return gpu
+
+
+def _gpus_from_table(lines: list[str]) -> list[dict[str, Any]]:
+    """Read the table of a bare `nvidia-smi`: three lines for each GPU, and one for each process."""
+    gpus: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        first, process = _TABLE_GPU.search(line), _TABLE_PROCESS.search(line)
+        if first:
+            after = [*lines[number + 1 : number + 3], "", ""]
+            mig = _TABLE_MIG.search(after[1])
+            gpus.append(_gpu_from_table(first, _TABLE_STATE.search(after[0]), mig[1] if mig else "", len(gpus)))
+        elif process:
+            holder = {"pid": int(process[2]), "user": None, "unit": None, "memory_mib": _integer(process[3])}
+            for gpu in gpus:
+                if gpu["index"] == int(process[1]):
+                    gpu["holders"].append(holder)
+    return gpus
+
+
 class _KnownError(NamedTuple):
     """A sentence of nvidia-smi or the kernel driver and what it means."""
 
     pattern: str
     code: str
     remedy: str
+    severity: str = "error"
 
 
-_REBOOT = "Drain the host and reboot it; if the GPU is lost again, reseat or replace it (power, riser, slot)."
 _KNOWN_ERRORS = (
     _KnownError(
-        r"Unable to (?:determine|detect) the device handle for GPU\s?([0-9A-Fa-f:.]+):\s*([^\n]*)",
+        r"Unable to (?:determine|detect) the device handle for (?:GPU|gpu)\s?(?:\d+: ?)?"
+        r"([0-9A-Fa-f:.]{7,}):\s*([^\n]*)",
         "gpu_unreachable",
-        _REBOOT,
+        _LOST_REMEDY,
     ),
-    _KnownError(r"NVRM: The NVIDIA GPU (\S+)\s[^<]*?(fallen off the bus[^\n]*)", "gpu_unreachable", _REBOOT),
+    _KnownError(r"NVRM: The NVIDIA GPU (\S+)\s[^<]*?(fallen off the bus[^\n]*)", "gpu_unreachable", _LOST_REMEDY),
     _KnownError(
-        r"(?:couldn't|could not) communicate with the NVIDIA driver[^\n]*",
+        r"could(?:n(?:'|\\'|&#x27;|&#39;|\u2019)t| not) communicate with the NVIDIA driver[^\n]*",
         "driver_unreachable",
         "Load the driver (modprobe nvidia) and read the kernel log for NVRM lines; install the driver if it is absent.",
     ),
     _KnownError(
-        r"Driver/library version mismatch[^\n]*(?:\n\s*NVML library version: ?(\S+))?",
+        r"Driver/library version mismatch[^\n]*(?:\n[^\n]*NVML library version: ?(\S+))?",
         "driver_mismatch",
         "The loaded kernel module is older than the installed library: reboot, or stop all GPU users and reload it.",
     ),
@@ -801,11 +1001,27 @@ _KNOWN_ERRORS = (
         "Check /dev/nvidia* and who may open them; in a container restart it, its device rights may have been reset.",
     ),
     _KnownError(
-        r"nvidia-smi: (?:command )?not found|[Nn]o such file or directory[^\n]*nvidia-smi|nvidia-smi[^\n]*No such file",
+        r"nvidia-smi[\"']?: (?:command |executable file )?not found|command not found: nvidia-smi|"
+        r"'nvidia-smi' (?:is )?not (?:found|recognized)[^\n]*|[Nn]o such file or directory[^\n]*nvidia-smi|"
+        r"nvidia-smi[^\n]*No such file|couldn't find libnvidia-ml[^\n]*",
         "driver_missing",
         "Install the NVIDIA driver.",
     ),
+    _KnownError(
+        r"WARNING: infoROM is corrupted at gpu[^\n]*",
+        "inforom_corrupted",
+        "Power the host off and on; if the warning stays, have the card's infoROM repaired or the card replaced.",
+        "warning",
+    ),
 )
+
+
+def _report_lines(text: str) -> list[str]:
+    """Lines of an output of nvidia-smi without what a log, a quote or a data format put around them."""
+    starts = r"GPU [0-9A-Fa-f]{8}:|GPU \d+: |<(?:nvidia_smi_log|gpu)\b|\+-{9}|\|  +0 |"
+    names = "|".join(re.escape(name) for name in sorted(_CSV_NAMES, key=len, reverse=True))
+    columns = rf"(?<![\w.])(?:{names}|timestamp|count)(?: \[\w+\])?, ?[a-z]|\d+, ?(?:{_GPU_NAMES}|GPU-)"
+    return _without_prefix(_LINE_END.sub("", text).split("\n"), re.compile(starts + columns))
 
 
 def _error_problems(text: str) -> list[Problem]:
@@ -815,7 +1031,7 @@ def _error_problems(text: str) -> list[Problem]:
             if known.code == "no_devices" and any(entry["code"] == "no_devices" for entry in found):
                 continue
             message = " ".join(match[0].split())
-            entry = problem("error", known.code, f"nvidia-smi says: {message}", known.remedy)
+            entry = problem(known.severity, known.code, f"nvidia-smi says: {message}", known.remedy)
             if known.code == "gpu_unreachable":
                 entry["pci_bus_id"] = normalise_bus_id(match[1])
             found.append(entry)
@@ -823,7 +1039,7 @@ def _error_problems(text: str) -> list[Problem]:
 
 
 def parse_smi(text: str) -> dict[str, Any]:
-    """Read GPU records from `nvidia-smi -q -x`, `-q`, `-L` or `--query-gpu` CSV, or from its error text.
+    """Read GPU records from `nvidia-smi -q -x`, `-q`, `-L`, `--query-gpu` CSV or its plain table, or its error text.
 
     Args:
         text: What nvidia-smi printed; error lines before, between and after the records are expected.
@@ -834,15 +1050,17 @@ def parse_smi(text: str) -> dict[str, Any]:
         makes it uncertain. `problems`: everything that failed, named. `driver_version`, `cuda_version`: as printed,
         else null.
     """
-    text = _ANSI.sub("", _as_text(text)).replace("\r\n", "\n").replace("\r", "\n")
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    text = _as_printed(text)
     problems = _error_problems(text)
+    text = "\n".join(_report_lines(text))
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     driver: Optional[str] = None
     cuda: Optional[str] = None
     outline = re.search(r"^GPU [0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\s*$", text, re.MULTILINE)
     if re.search(r"<(?:nvidia_smi_log|gpu)\b", text):
         tree = _read_elements(text)
-        gpus = [_gpu_from_xml(node, position) for position, node in enumerate(_all(tree, "gpu"))]
+        nodes = [node for node in _all(tree, "gpu") if any(map(node.find, ("@id", "uuid", "product_name", "pci")))]
+        gpus = [_gpu_from_xml(node, position) for position, node in enumerate(nodes)]
         log = tree.find("nvidia_smi_log") or tree
         driver, cuda = log.value("driver_version"), log.value("cuda_version")
         announced = _integer(log.value("attached_gpus"))
@@ -861,7 +1079,9 @@ def parse_smi(text: str) -> dict[str, Any]:
         gpus = [_gpu_from_outline(node, position) for position, node in enumerate(blocks)]
         driver, cuda = tree.value("Driver Version"), tree.value("CUDA Version")
     else:
-        gpus = _gpus_from_list(lines)
+        gpus = _gpus_from_table(lines) or _gpus_from_list(lines)
+        versions = re.search(r"Driver Version: *([\d.]+)(?: +CUDA Version: *([\d.]+))?", text)
+        driver, cuda = versions.groups() if versions and gpus else (None, None)
         if not gpus:
             gpus, table_problems, driver = _gpus_from_csv(lines)
             problems += table_problems

@@ -16,10 +16,13 @@ import platform
 import pwd
 import re
 import subprocess
+import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
+from .cross_check import compare_driver, compare_gpus, compare_lstopo
 from .gpu_topology import (
     Problem,
     format_ranges,
@@ -32,7 +35,16 @@ from .gpu_topology import (
 )
 from .listeners import unit_from_cgroup
 
-__all__ = ["SmiOutput", "read_capture", "read_checks", "read_host", "read_kernel_log", "smi_runner"]
+__all__ = [
+    "RunSmi",
+    "SmiOutput",
+    "read_capture",
+    "read_checks",
+    "read_host",
+    "read_kernel_log",
+    "read_lstopo",
+    "smi_runner",
+]
 
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
@@ -69,6 +81,8 @@ _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "3
 # others are mostly faults of the program that was running.
 _HARDWARE_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 140, 143}
 
+_OUR_UNITS = "vllm-"  # how the service role names its units
+
 _UNTESTED_CHECKS: dict[str, Any] = {
     "p2p": {"verdict": "untested", "detail": None},
     "disk_read_mib_s": None,
@@ -88,14 +102,23 @@ RunSmi = Callable[[Sequence[str]], SmiOutput]
 
 
 class _Tree:
-    """A sysfs or procfs folder, read without ever raising; what is there but unreadable is remembered."""
+    """A sysfs or procfs folder, read without ever raising; what is there but unreadable is remembered.
 
-    def __init__(self, root: str) -> None:
+    `reads`, where given, receives the path of everything that was looked at: a capture consists of these.
+    """
+
+    def __init__(self, root: str, reads: Optional[list[Path]] = None) -> None:
         self.root = Path(root)
         self.unreadable: list[Path] = []
+        self._reads = [] if reads is None else reads
 
     def path(self, *parts: str) -> Path:
-        return self.root.joinpath(*parts)
+        path = self.root.joinpath(*parts)
+        self._reads.append(path)
+        return path
+
+    def exists(self, *parts: str) -> bool:
+        return os.path.lexists(self.path(*parts))
 
     def data(self, *parts: str) -> Optional[bytes]:
         path = self.path(*parts)
@@ -119,12 +142,13 @@ class _Tree:
             return None
 
     def names(self, *parts: str) -> list[str]:
+        path = self.path(*parts)
         try:
-            return sorted(entry.name for entry in self.path(*parts).iterdir())
+            return sorted(entry.name for entry in path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, ValueError):
-            self.unreadable.append(self.path(*parts))
+            self.unreadable.append(path)
             return []
 
 
@@ -149,7 +173,8 @@ def _nvidia_devices(sysfs: _Tree) -> list[_PciDevice]:
     for name in sysfs.names("bus", "pci", "devices"):
         folder = f"bus/pci/devices/{name}"
         bus_id = normalise_bus_id(name)
-        if bus_id is None or sysfs.text(folder, "vendor") != _NVIDIA:
+        # A virtual function (physfn leads to its card) is a share of a GPU that is listed itself.
+        if bus_id is None or sysfs.text(folder, "vendor") != _NVIDIA or sysfs.exists(folder, "physfn"):
             continue
         above = Path(os.path.realpath(sysfs.path(folder))).parts[:-1]  # a loop of links must not raise
         node = sysfs.text(folder, "numa_node") or ""
@@ -200,6 +225,14 @@ def _pcie(sysfs: _Tree, device: Optional[_PciDevice], from_smi: dict[str, Any]) 
     }
 
 
+def _bar1_mib(resource: Optional[str]) -> Optional[int]:
+    """Size of BAR1, the window to GPU memory: the second line of `resource` (kernel's PCI sysfs documentation)."""
+    lines = (resource or "").split("\n")
+    region = re.match(r"0x([0-9a-f]+) 0x([0-9a-f]+) 0x", lines[1]) if len(lines) > 1 else None
+    size = int(region[2], 16) - int(region[1], 16) + 1 if region else 0
+    return size >> 20 or None
+
+
 def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
     """Whether a bridge sends peer-to-peer traffic up to the root complex; None if its config space was cut short.
 
@@ -224,7 +257,7 @@ def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
 
 def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str, Any]:
     types = {sysfs.text(gpu.folder, "iommu_group", "type") for gpu in gpus}
-    grouped = any("iommu_group" in sysfs.names(gpu.folder) for gpu in gpus)
+    grouped = any(sysfs.exists(gpu.folder, "iommu_group") for gpu in gpus)
     arguments = (procfs.text("cmdline") or "").split()
     if not gpus:
         iommu = "unknown"
@@ -232,7 +265,7 @@ def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str,
         iommu = "off"
     elif any(kind and kind.startswith("DMA") for kind in types):
         iommu = "translated"
-    elif types == {"identity"} or "iommu=pt" in arguments:
+    elif types == {"identity"} or {"iommu=pt", "iommu.passthrough=1"} & set(arguments):
         iommu = "passthrough"
     else:
         iommu = "unknown"
@@ -316,16 +349,20 @@ def _numa_nodes(sysfs: _Tree, status: str, cpus: dict[str, Optional[set[int]]]) 
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def _fill_holders(procfs: _Tree, holders: list[dict[str, Any]]) -> None:
-    """Add owner and systemd unit of each process; both stay null when the process is gone or hidden."""
+def _fill_holders(procfs: _Tree, holders: list[dict[str, Any]], *, here: bool) -> None:
+    """Add owner and systemd unit of each process; both stay null when the process is gone or hidden.
+
+    The users of a saved host have no names here, only numbers.
+    """
     for holder in holders:
         # Processes live in the folder that `self` is in: in the lab's tree `self` leads to the real /proc.
         folder = ("self", "..", str(holder["pid"]))
         uid = re.search(r"^Uid:\s+(\d+)", procfs.text(*folder, "status") or "", re.MULTILINE)
         if uid:
             holder["user"] = uid[1]
-            with contextlib.suppress(KeyError):
-                holder["user"] = pwd.getpwuid(int(uid[1])).pw_name
+            if here:
+                with contextlib.suppress(KeyError):
+                    holder["user"] = pwd.getpwuid(int(uid[1])).pw_name
         holder["unit"] = unit_from_cgroup(procfs.text(*folder, "cgroup") or "")
 
 
@@ -362,33 +399,34 @@ def _driver(procfs: _Tree, output: SmiOutput, smi: dict[str, Any], deadline: str
 # --- putting it together --------------------------------------------------------------------------------------------
 
 
-def _gpu_information(procfs: _Tree, bus_id: str) -> dict[str, str]:
+def _module_says(procfs: _Tree, bus_id: str) -> dict[str, Any]:
     """What the kernel module says of a GPU, which answers even when nvidia-smi does not."""
     text = procfs.text("driver", "nvidia", "gpus", bus_id, "information") or ""
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    minor, uuid = told.get("Device Minor", ""), told.get("GPU UUID", "")
+    return {
+        "name": told.get("Model") or None,
+        "minor": int(minor) if minor.isdecimal() else None,
+        "uuid": uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else None,
+    }
 
 
 def _gpu(
     sysfs: _Tree,
-    procfs: _Tree,
     bus_id: Optional[str],
     device: Optional[_PciDevice],
     record: dict[str, Any],
+    module: dict[str, Any],
 ) -> dict[str, Any]:
     """One GPU of the result: sysfs first, then nvidia-smi, then the kernel module."""
-    information = _gpu_information(procfs, bus_id) if bus_id else {}
-    minor = information.get("Device Minor", "")
-    uuid = information.get("GPU UUID", "")
     pci_device = device.device if device else record.get("pci_device")
-    holders = record.get("holders", [])
-    _fill_holders(procfs, holders)
     return {
         "index": record.get("index"),
-        "minor": _first(record.get("minor"), int(minor) if minor.isdecimal() else None),
-        "uuid": _first(record.get("uuid"), uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else None),
+        "minor": _first(record.get("minor"), module.get("minor")),
+        "uuid": _first(record.get("uuid"), module.get("uuid")),
         "pci_bus_id": bus_id,
         "pci_device": pci_device,
-        "name": _first(record.get("name"), information.get("Model") or None),
+        "name": _first(record.get("name"), module.get("name")),
         "compute_capability": _first(
             record.get("compute_capability"),
             _CAPABILITY_BY_DEVICE.get((pci_device or "")[5:7]),
@@ -396,11 +434,14 @@ def _gpu(
         "memory_total_mib": record.get("memory_total_mib"),
         "memory_reserved_mib": record.get("memory_reserved_mib"),
         "memory_used_mib": record.get("memory_used_mib"),
-        "holders": holders,
+        "holders": record.get("holders", []),
         "unified_memory": record.get("unified_memory"),
         "numa_nodes": [],
         "pcie": _pcie(sysfs, device, record.get("pcie", {})),
-        "bar1_mib": record.get("bar1_mib"),
+        "bar1_mib": _first(
+            record.get("bar1_mib"),
+            _bar1_mib(sysfs.text(device.folder, "resource")) if device else None,
+        ),
         "mig": record.get("mig", {"enabled": None, "instances": []}),
         "vgpu": record.get("vgpu"),
         "ecc": record.get("ecc"),
@@ -450,6 +491,26 @@ def _place(
         )
 
 
+def _foreign_holders(gpu: dict[str, Any], label: str) -> list[Problem]:
+    """Processes on a GPU that no service of ours runs."""
+    foreign = [holder for holder in gpu["holders"] if not (holder["unit"] or "").startswith(_OUR_UNITS)]
+    if not foreign:
+        return []
+    processes = ", ".join(
+        f"process {holder['pid']} of {holder['user'] or 'an unknown user'} ({holder['unit'] or 'no unit'}) "
+        f"{'unknown' if holder['memory_mib'] is None else holder['memory_mib']} MiB"
+        for holder in foreign[:4]
+    )
+    return [
+        problem(
+            "warning",
+            "gpu_in_use",
+            f"{label}: {len(foreign)} processes that are not ours hold its memory: {processes}.",
+            "Stop them, or leave this GPU to them with the planner's option exclude_gpus.",
+        ),
+    ]
+
+
 def _gpu_problems(
     gpu: dict[str, Any],
     device: Optional[_PciDevice],
@@ -460,6 +521,7 @@ def _gpu_problems(
     """Append what is wrong with one GPU; `record` is what nvidia-smi says of it, empty when it does not list it."""
     label = f"GPU {gpu['pci_bus_id'] or gpu['uuid']}"
     pcie, found = gpu["pcie"], gpu["problems"]
+    found += _foreign_holders(gpu, label)
     state = record.get("performance_state")
     if driver["state"] == "ok" and not record:
         bound = f"is bound to {device.driver}" if device and device.driver else "is bound to no driver"
@@ -566,12 +628,12 @@ def _log_problems(kernel_log: Optional[str]) -> list[Problem]:
         seen.setdefault((normalise_bus_id(match[1]) or match[1], int(match[2])), []).append(match[0].strip())
     found = []
     for (bus_id, xid), lines in sorted(seen.items()):
-        hardware = xid in _HARDWARE_XIDS
+        hardware, times = xid in _HARDWARE_XIDS, "once" if len(lines) == 1 else f"{len(lines)} times"
         found.append(
             problem(
                 "error" if hardware else "warning",
                 "xid",
-                f"GPU {bus_id}: Xid {xid} in the kernel log, {len(lines)} times; the last: {lines[-1][:200]}",
+                f"GPU {bus_id}: Xid {xid} in the kernel log, {times}; the last: {lines[-1][:200]}",
                 "Drain the host, reset or reboot, and watch for it to return; then check power, seating and the card."
                 if hardware
                 else "Usually a fault of the program that used the GPU; look it up in NVIDIA's Xid catalogue.",
@@ -620,7 +682,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "iommu_translated",
                 "The IOMMU translates the GPUs' addresses: peer-to-peer transfers over PCIe are slow or corrupt.",
-                "Add iommu=pt to the kernel command line (or turn the IOMMU off) and reboot.",
+                "Add iommu=pt (on Arm iommu.passthrough=1) to GRUB_CMDLINE_LINUX in /etc/default/grub, run update-grub "
+                "and reboot.",
             ),
         )
     if pcie["acs_redirect"]:
@@ -629,7 +692,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "acs_redirect",
                 f"ACS redirects peer-to-peer traffic to the root complex at {', '.join(pcie['acs_redirect'])}.",
-                "Turn ACS off in the firmware setup, or clear the redirect bits at boot with setpci.",
+                "Turn ACS off in the firmware setup; or, until the next boot, clear its two bits at each of them: "
+                "setpci -s ADDRESS ECAP_ACS+6.w=0:c",
             ),
         )
     elif pcie["acs_redirect"] is None and gpus:
@@ -717,7 +781,10 @@ def read_host(
     kernel_log: Optional[str],
     checks: Optional[dict[str, Any]] = None,
     *,
+    lstopo: Optional[str] = None,
     deadline: str = "its deadline",
+    here: bool = True,
+    reads: Optional[list[Path]] = None,
 ) -> dict[str, Any]:
     """Read one host, live or saved, into the topology structure (schema 1).
 
@@ -727,20 +794,24 @@ def read_host(
         run_smi: Runs nvidia-smi with the arguments it is given; called twice, `-q -x` and `topo -m`.
         kernel_log: Text of the kernel log, None when it could not be read.
         checks: Facts saved by tests that ran on the host earlier; None or missing keys mean not tested.
+        lstopo: What `lstopo-no-graphics --of xml` printed, None where it is not installed.
         deadline: How long nvidia-smi was given, in words, for the message when it did not answer.
+        here: Whether the processes are of this machine, so that its user names are theirs.
+        reads: Receives the path of every file that was looked at.
 
     Returns:
         The structure, plain JSON types only. What could not be learned is null, or an entry in `problems`.
     """
-    sysfs, procfs = _Tree(sysfs_root), _Tree(procfs_root)
+    sysfs, procfs = _Tree(sysfs_root, reads), _Tree(procfs_root, reads)
     devices = _nvidia_devices(sysfs)
     by_bus = {device.bus_id: device for device in devices if device.class_code.startswith(_GPU_CLASSES)}
 
     output = run_smi(["-q", "-x"])
     smi = parse_smi(output.text)
     driver = _driver(procfs, output, smi, deadline)
-    topo_text = run_smi(["topo", "-m"]).text if driver["state"] == "ok" and smi["gpus"] else ""
-    printed_nodes = parse_topo_matrix(topo_text)["numa"]
+    asked = driver["state"] == "ok" and smi["gpus"]
+    topo = run_smi(["topo", "-m"]) if asked else SmiOutput("", 0)
+    matrix = parse_topo_matrix(topo.text)
 
     records = {record["pci_bus_id"]: record for record in smi["gpus"] if record["pci_bus_id"]}
     unplaced = [record for record in smi["gpus"] if not record["pci_bus_id"]]
@@ -748,7 +819,11 @@ def read_host(
         (bus_id, records.get(bus_id, {})) for bus_id in sorted(by_bus.keys() | records.keys(), key=_bus_order)
     ]
     joined += [(None, record) for record in unplaced]
-    gpus = [_gpu(sysfs, procfs, bus_id, by_bus.get(bus_id or ""), record) for bus_id, record in joined]
+    module = {bus_id: _module_says(procfs, bus_id) for bus_id, _ in joined if bus_id}
+    gpus = [
+        _gpu(sysfs, bus_id, by_bus.get(bus_id or ""), record, module.get(bus_id or "", {})) for bus_id, record in joined
+    ]
+    _fill_holders(procfs, [holder for gpu in gpus for holder in gpu["holders"]], here=here)
 
     status = procfs.text("self", "status") or ""
     cpus = _cpus(sysfs, status)
@@ -758,9 +833,11 @@ def read_host(
         device = by_bus.get(bus_id or "")
         if gpu["unified_memory"] and gpu["memory_total_mib"] is None and host_memory:
             gpu["memory_total_mib"] = int(host_memory[1]) // 1024
-        _place(gpu, device, printed_nodes.get(gpu["index"], []), {node["id"] for node in nodes})
+        _place(gpu, device, matrix["numa"].get(gpu["index"], []), {node["id"] for node in nodes})
         _gpu_problems(gpu, device, record, sysfs, driver)
-    links, link_problems = _links(gpus, by_bus, topo_text)
+        for entry in gpu["problems"]:
+            entry["remedy"] = entry["remedy"].replace("-i UUID", f"-i {gpu['uuid'] or 'UUID'}")
+    links, link_problems = _links(gpus, by_bus, topo.text)
 
     topology: dict[str, Any] = {
         "schema": 1,
@@ -780,37 +857,50 @@ def read_host(
     of_smi = [entry for entry in smi["problems"] if entry not in of_gpus and not _is_repeated(entry, output, driver)]
     # That a GPU has no MIG or no ECC stays with the GPU: it is nothing to act on.
     of_gpus = [entry for entry in of_gpus if entry["code"] != "value_not_supported"]
-    if output.failure == "timeout":
-        of_smi = [
-            problem(
-                "error",
-                "nvidia_smi_timeout",
-                f"nvidia-smi did not answer within {deadline}.",
-                "A hung driver: read the kernel log for NVRM lines and reboot; do not start more GPU work.",
-            ),
-        ]
-    elif output.exit_code:
-        of_smi.append(
-            problem(
-                "warning",
-                "nvidia_smi_exit_code",
-                f"nvidia-smi -q -x ended with exit code {output.exit_code}.",
-                "See the other problems of this host; nvidia-smi's manual page lists its exit codes.",
-            ),
-        )
+    of_smi += _call_problems("nvidia-smi -q -x", output, deadline)
+    if asked:
+        of_smi += _call_problems("nvidia-smi topo -m", topo, deadline)
     topology["problems"] = (
         _host_problems(topology, sysfs, procfs, len(sysfs.names("bus", "pci", "devices")))
         + of_smi
         + of_gpus
         + link_problems
+        + compare_driver(driver)
+        + compare_gpus(gpus, set(by_bus), records, module, matrix["gpus"])
+        + compare_lstopo(gpus, nodes, lstopo)
         + _log_problems(kernel_log)
     )
     return topology
 
 
+def _call_problems(command: str, output: SmiOutput, deadline: str) -> list[Problem]:
+    """What a call of nvidia-smi shows by how it ended."""
+    if output.failure == "timeout":
+        return [
+            problem(
+                "error",
+                "nvidia_smi_timeout",
+                f"{command} did not answer within {deadline}.",
+                "A hung driver: read the kernel log for NVRM lines and reboot; do not start more GPU work.",
+            ),
+        ]
+    if output.exit_code:
+        return [
+            problem(
+                "warning",
+                "nvidia_smi_exit_code",
+                f"{command} ended with exit code {output.exit_code}: {' '.join(output.text.split())[-160:]!r}",
+                "See the other problems of this host; nvidia-smi's manual page lists its exit codes.",
+            ),
+        ]
+    return []
+
+
 def _is_repeated(entry: Problem, output: SmiOutput, driver: dict[str, Any]) -> bool:
-    """A missing driver is one problem of the host, not also an empty answer of nvidia-smi."""
-    return driver["state"] == "missing" and (output.failure is not None or entry["code"] == "driver_missing")
+    """A missing driver or a hung nvidia-smi is one problem of the host, not also an empty answer."""
+    if output.failure is not None:
+        return bool(entry["code"] == "empty_output" or driver["state"] == "missing")
+    return bool(driver["state"] == "missing" and entry["code"] == "driver_missing")
 
 
 def _architecture(procfs: _Tree, sysfs_root: str) -> Optional[str]:
@@ -857,9 +947,16 @@ def read_kernel_log(path: Optional[str], timeout_seconds: float) -> Optional[str
         return None if data is None else data.decode("utf-8", "replace")
     for command in (["journalctl", "-k", "-b", "--no-pager", "-o", "short", "-n", "20000"], ["dmesg"]):
         output = _run(command, timeout_seconds)
-        if output.failure is None and output.exit_code == 0:
+        # A user who may not read the kernel's messages is shown none, with success; a boot without any does not exist.
+        if output.failure is None and output.exit_code == 0 and re.search(r"kernel: |^\[", output.text, re.MULTILINE):
             return output.text
     return None
+
+
+def read_lstopo(program: str, timeout_seconds: float) -> Optional[str]:
+    """What hwloc's lstopo prints as XML, None where it is not installed."""
+    output = _run([program, "--of", "xml"], timeout_seconds)
+    return None if output.failure == "missing" else output.text
 
 
 def read_checks(path: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -878,20 +975,72 @@ def read_checks(path: str) -> tuple[dict[str, Any], list[Problem]]:
     return {}, [problem("warning", "checks_unreadable", f"{path} is not a JSON object; taken as untested.", remedy)]
 
 
-def read_capture(folder: str) -> dict[str, Any]:
-    """Read a folder saved from a host: `sys`, `proc`, `nvidia-smi/{q-x.xml,topo-m.txt}`, `kernel.log`, `checks.json`.
+def read_capture(path: str) -> dict[str, Any]:
+    """Read what playbooks/capture.yml saved of a host: the folder, or a tar archive of it.
 
-    A missing file reads as it would on a host that lacks it; an exit code other than 0 is in `nvidia-smi/q-x.rc`.
+    In the folder are `sys`, `proc`, `nvidia-smi/{q-x.xml,topo-m.txt}`, `kernel.log`, `checks.json` and `lstopo.xml`.
+    A missing file reads as it would on a host that lacks it. How a call of nvidia-smi ended, where not with exit code
+    0, is in `q-x.rc` and `topo-m.rc`: the code, or `timeout`.
     """
+    if not os.path.isfile(path):  # noqa: PTH113  (Path.is_file raises where a folder above is closed)
+        return _read_capture_folder(path)
+    with tempfile.TemporaryDirectory() as folder:
+        cut = _unpack(path, folder)
+        entries = os.listdir(folder)  # noqa: PTH208  (names are wanted)
+        inner = os.path.join(folder, entries[0]) if len(entries) == 1 else folder  # noqa: PTH118
+        topology = _read_capture_folder(inner)
+    for entry in topology["problems"]:
+        entry["message"] = entry["message"].replace(inner, path)  # the temporary folder says nothing to anyone
+    if cut:
+        remedy = "Copy the archive again; what it still holds was read."
+        topology["problems"].append(problem("error", "capture_truncated", f"{path}: {cut}.", remedy))
+    return topology
+
+
+_LARGEST_FILE = 16 << 20  # bytes; a report of 16 GPUs has half a MiB
+
+
+def _unpack(archive: str, folder: str) -> Optional[str]:
+    """Unpack files, folders and links that stay inside `folder`; returns what went wrong, if anything did."""
+    root = os.path.realpath(folder)
+
+    def inside(path: str) -> bool:
+        return os.path.realpath(path).startswith(root + os.sep)
+
+    try:
+        with tarfile.open(archive) as opened:
+            for member in opened:
+                path = os.path.join(root, member.name)  # noqa: PTH118  (`..` and links are resolved below, not here)
+                parent = os.path.dirname(path)  # noqa: PTH120
+                link = os.path.join(parent, member.linkname)  # noqa: PTH118
+                content = opened.extractfile(member) if member.isfile() and member.size < _LARGEST_FILE else None
+                if not inside(path) or os.path.lexists(path):
+                    continue
+                if member.isdir():
+                    os.makedirs(path, exist_ok=True)  # noqa: PTH103
+                elif member.issym() and inside(link):
+                    os.makedirs(parent, exist_ok=True)  # noqa: PTH103
+                    os.symlink(member.linkname, path)  # noqa: PTH211
+                elif content:
+                    os.makedirs(parent, exist_ok=True)  # noqa: PTH103
+                    Path(path).write_bytes(content.read())
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
+        return f"not readable to its end ({error})"
+    return None
+
+
+def _read_capture_folder(folder: str) -> dict[str, Any]:
     saved = _Tree(f"{folder}/nvidia-smi")
     files = {"-q": ("q-x.xml", "q-x.rc"), "topo": ("topo-m.txt", "topo-m.rc")}
 
     def run_smi(arguments: Sequence[str]) -> SmiOutput:
         name, exit_file = files[arguments[0]]
-        text, exit_code = saved.text(name), saved.text(exit_file) or "0"
+        text, ending = saved.text(name), saved.text(exit_file) or "0"
+        if ending == "timeout":
+            return SmiOutput("", None, "timeout")
         if text is None:
             return SmiOutput("", None, "missing")
-        return SmiOutput(text, int(exit_code) if exit_code.isdecimal() else None)
+        return SmiOutput(text, int(ending) if ending.isdecimal() else None)
 
     checks, problems = read_checks(f"{folder}/checks.json")
     topology = read_host(
@@ -900,6 +1049,8 @@ def read_capture(folder: str) -> dict[str, Any]:
         run_smi,
         read_kernel_log(f"{folder}/kernel.log", timeout_seconds=0),
         checks,
+        lstopo=_Tree(folder).text("lstopo.xml"),
+        here=False,
     )
     if not os.path.isdir(folder):  # noqa: PTH112  (Path.is_dir raises where a folder above is closed)
         remedy = "Give a folder saved by playbooks/capture.yml."

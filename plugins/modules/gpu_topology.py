@@ -32,6 +32,16 @@ options:
     description: JSON with what earlier tests on this host found. Without the file nothing is tested.
     type: path
     default: /var/lib/vllm-fleet/checks.json
+  lstopo:
+    description:
+      - hwloc's C(lstopo) by name or path; what it says is compared with the rest, where it is installed.
+      - By default C(lstopo-no-graphics) for the live host, and none where O(sysfs_root) is a copy.
+    type: str
+  capture:
+    description:
+      - A folder on the host that C(playbooks/capture.yml) saved, or a tar archive of it, to read instead of the host.
+      - The other options then say nothing.
+    type: path
   timeout_seconds:
     description: How long each command may take before it counts as hung.
     type: int
@@ -55,6 +65,10 @@ EXAMPLES = r"""
     sysfs_root: /opt/gpu_host/sys
     procfs_root: /opt/gpu_host/proc
     kernel_log: /opt/gpu_host/kernel.log
+
+- name: Read what was saved of another host
+  gpu_topology:
+    capture: /root/captures/gpu-7
 """
 
 RETURN = r"""
@@ -119,7 +133,14 @@ ansible_facts:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.host_probe import read_checks, read_host, read_kernel_log, smi_runner
+from ansible.module_utils.host_probe import (
+    read_capture,
+    read_checks,
+    read_host,
+    read_kernel_log,
+    read_lstopo,
+    smi_runner,
+)
 
 
 def main() -> None:
@@ -131,11 +152,17 @@ def main() -> None:
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "kernel_log": {"type": "path"},
             "checks_file": {"type": "path", "default": "/var/lib/vllm-fleet/checks.json"},
+            "lstopo": {"type": "str"},
+            "capture": {"type": "path"},
             "timeout_seconds": {"type": "int", "default": 60},
         },
         supports_check_mode=True,
     )
+    if module.params["capture"]:
+        topology = read_capture(module.params["capture"])
+        module.exit_json(changed=False, ansible_facts={"gpu_topology": topology})
     timeout = module.params["timeout_seconds"]
+    lstopo = module.params["lstopo"] or ("lstopo-no-graphics" if module.params["sysfs_root"] == "/sys" else None)
     checks, problems = read_checks(module.params["checks_file"])
     topology = read_host(
         module.params["sysfs_root"],
@@ -143,6 +170,7 @@ def main() -> None:
         smi_runner(module.params["nvidia_smi"], timeout),
         read_kernel_log(module.params["kernel_log"], timeout),
         checks,
+        lstopo=read_lstopo(lstopo, timeout) if lstopo else None,
         deadline=f"{timeout} s",
     )
     topology["problems"] += problems

@@ -57,8 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         plan.add_argument(f"--{name.replace('_', '-')}", **settings)
     plan.set_defaults(run=_plan)
     show = commands.add_parser("topology", help="show a saved topology", description="Show a host's GPUs and links.")
-    show.add_argument("topology", metavar="FILE", help="gpu_topology as JSON, or a folder saved by capture.yml")
-    show.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+    show.add_argument("topology", metavar="FILE", help="gpu_topology as JSON, or what capture.yml saved")
+    show.add_argument("--format", choices=("text", "json", "svg", "html"), default="text", help="how to print it")
+    show.add_argument("--name", default="", help="what to call the host in a picture")
     show.set_defaults(run=_topology)
     return parser
 
@@ -72,9 +73,17 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _topology(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import draw  # noqa: PLC0415  only this command draws
+
     facts = topology.read(arguments.topology)
-    host = topology.Topology.from_dict(facts, arguments.topology)
-    print(json.dumps(facts, indent=2) if arguments.format == "json" else explain.render_topology(host))
+    topology.Topology.from_dict(facts, arguments.topology)  # refuses what cannot be drawn
+    printed = {
+        "text": lambda: draw.text(facts),
+        "json": lambda: json.dumps(facts, indent=2),
+        "svg": lambda: draw.svg(facts, arguments.name),
+        "html": lambda: draw.html_page(facts, arguments.name),
+    }
+    print(printed[arguments.format]())
     return 0
 
 

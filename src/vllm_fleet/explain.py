@@ -133,33 +133,6 @@ def render(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render_topology(host: Topology) -> str:
-    """A host as text for a terminal: its GPUs, the links between them, and its NUMA nodes.
-
-    Args:
-        host: Its typed view; positions in the matrix are those of `gpus`.
-    """
-    gpus, positions = host.gpus, range(len(host.gpus))
-    rows = [("GPU", "name", "bus", "MiB", "NUMA", *(str(gpu.index) for gpu in gpus))]
-    rows += [
-        (
-            str(gpu.index),
-            gpu.name,
-            gpu.pci_bus_id or "unknown",
-            str(gpu.memory_total_mib or "unknown"),
-            format_ranges(list(gpu.numa_nodes)) or "unknown",
-            *("-" if a == b else host.link(a, b) or "?" for b in positions),
-        )
-        for a, gpu in enumerate(gpus)
-    ]
-    lines = [f"{describe_gpus(host)}; driver {host.driver_version or host.driver_state}", "", *_columns(rows), ""]
-    for node in host.numa_nodes.values():
-        size = "unknown memory" if node.memory_total_mib is None else f"{node.memory_total_mib / 1024:.0f} GiB"
-        bound = "can be bound" if node.bindable else "cannot be bound"
-        lines.append(f"  NUMA node {node.id}: CPUs {node.cpus or 'none'}, {size}, {bound}")
-    return "\n".join(lines)
-
-
 def render_error(message: str, reasons: Sequence[str]) -> str:
     """A refusal: its paragraph, and every reason that the paragraph does not hold already."""
     lines = [textwrap.fill(message, WIDTH)]

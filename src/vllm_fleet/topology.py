@@ -139,13 +139,13 @@ class Topology:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a topology from a JSON file, or from a folder that `capture.yml` saved.
+    """Read a topology from a JSON file, or from a folder that `capture.yml` saved, or from a tar archive of one.
 
     Raises:
         BadInputError: Nothing is there, or it is not JSON.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() or (path.name.endswith((".tar", ".tar.gz", ".tgz")) and path.exists()):
         from vllm_fleet.target.host_probe import read_capture  # noqa: PLC0415  only a capture needs the probe
 
         captured: dict[str, Any] = read_capture(str(path))

@@ -80,7 +80,7 @@ def test_a_missing_package_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPat
         module.FilterModule().filters()["vllm_card"]("minimax_m2_5")
 
 
-@pytest.mark.parametrize("name", ["vllm_plan", "vllm_card", "vllm_topology", "vllm_explain"])
+@pytest.mark.parametrize("name", ["vllm_plan", "vllm_card", "vllm_topology", "vllm_explain", "fleet_findings"])
 def test_every_filter_is_documented(name: str) -> None:
     run = subprocess.run(
         [Path(sys.executable).parent / "ansible-doc", "--json", "-t", "filter", name],

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fleet.target.gpu_topology import format_ranges
-from vllm_fleet.target.host_probe import SmiOutput, read_capture, read_host, read_kernel_log, smi_runner
+from vllm_fleet.target.host_probe import RunSmi, SmiOutput, read_capture, read_host, read_kernel_log, smi_runner
 
 _REPOSITORY = Path(__file__).parent.parent.parent
 _CAPTURES = _REPOSITORY / "tests" / "fixtures" / "captures"
@@ -41,6 +41,16 @@ def write(path: Path, text: str) -> None:
 def capture(tmp_path: Path) -> Path:
     """A copy of the reference host that a test may damage."""
     return Path(shutil.copytree(_CAPTURES / "rtxpro6000-8x-2nodes", tmp_path / "host", symlinks=True))
+
+
+def saved_smi(capture: Path, **instead: SmiOutput) -> RunSmi:
+    """Answers with what a capture holds; `q` and `topo` give another answer instead."""
+
+    def run_smi(arguments: Sequence[str]) -> SmiOutput:
+        name, key = ("q-x.xml", "q") if arguments[0] == "-q" else ("topo-m.txt", "topo")
+        return instead.get(key) or SmiOutput((capture / "nvidia-smi" / name).read_text(encoding="utf-8"), 0)
+
+    return run_smi
 
 
 def gpu_folder(capture: Path, position: int = 0) -> Path:
@@ -345,15 +355,38 @@ def test_holders_have_user_and_unit(capture: Path) -> None:
     write(capture / "proc/411/status", f"Name:\tvllm\nUid:\t{os.getuid()}\t0\t0\t0\n")
     write(capture / "proc/411/cgroup", "0::/system.slice/vllm-minimax-m2-5-0.service\n")
 
-    assert read_capture(str(capture))["gpus"][0]["holders"] == [
-        {
-            "pid": 411,
-            "user": pwd.getpwuid(os.getuid()).pw_name,
-            "unit": "vllm-minimax-m2-5-0.service",
-            "memory_mib": 300,
-        },
-        {"pid": 412, "user": None, "unit": None, "memory_mib": 300},
-    ]
+    unit = "vllm-minimax-m2-5-0.service"
+    name, number = pwd.getpwuid(os.getuid()).pw_name, str(os.getuid())
+    live = read_host(f"{capture}/sys", f"{capture}/proc", saved_smi(capture), "")
+    for topology, user in ((live, name), (read_capture(str(capture)), number)):  # a saved host's users are not ours
+        assert topology["gpus"][0]["holders"] == [
+            {"pid": 411, "user": user, "unit": unit, "memory_mib": 300},
+            {"pid": 412, "user": None, "unit": None, "memory_mib": 300},
+        ]
+
+
+def test_memory_held_by_others_is_told(capture: Path) -> None:
+    def process(pid: int, memory: str) -> str:
+        return f"<process_info><pid>{pid}</pid><type>C</type><used_memory>{memory}</used_memory></process_info>"
+
+    table = process(411, "80000 MiB") + process(412, "500 MiB") + process(413, "N/A")
+    replace_in(capture / "nvidia-smi/q-x.xml", "<processes>", f"<processes>{table}")
+    write(capture / "proc/411/cgroup", "0::/system.slice/vllm-minimax-m2-5-0.service\n")  # ours
+    write(capture / "proc/412/cgroup", "0::/system.slice/jupyter.service\n")
+    write(capture / "proc/412/status", "Uid:\t1000\t1000\t1000\t1000\n")
+    (entry,) = read_capture(str(capture))["problems"]
+    assert entry["code"] == "gpu_in_use"
+    assert entry["message"] == (
+        "GPU 0000:01:00.0: 2 processes that are not ours hold its memory: "
+        "process 412 of 1000 (jupyter.service) 500 MiB, process 413 of an unknown user (no unit) unknown MiB."
+    )
+
+
+def test_a_remedy_names_the_gpu(capture: Path) -> None:
+    replace_in(capture / "nvidia-smi/q-x.xml", "<remapped_row_pending>No", "<remapped_row_pending>Yes")
+    topology = read_capture(str(capture))
+    (entry,) = topology["problems"]
+    assert f"nvidia-smi --gpu-reset -i {topology['gpus'][0]['uuid']}" in entry["remedy"]
 
 
 def test_saved_checks_are_passed_on(capture: Path) -> None:
@@ -385,6 +418,50 @@ def test_switches_above_a_gpu_make_pix_and_pxb(capture: Path) -> None:
     assert topology["links"] == {"0-1": "PIX", "0-2": "PXB", "1-2": "PXB"}
     assert topology["gpus"][0]["pcie"]["switches"] == ["0000:02:00.0"]
     assert topology["gpus"][2]["pcie"]["switches"] == ["0000:02:00.0", "0000:06:00.0"]
+
+
+def test_the_pci_tree_gives_the_links_that_nvidia_smi_recorded(capture: Path) -> None:
+    """Two sources: the matrix as recorded, and the classes derived from bridges and nodes alone."""
+    for name in ("rtxpro6000-8x-2nodes", "rtxpro6000-8x-switches"):
+        shutil.rmtree(capture)
+        shutil.copytree(_CAPTURES / name, capture, symlinks=True)
+        recorded = read_capture(str(capture))["links"]
+        shutil.rmtree(capture / "nvidia-smi")
+        assert read_capture(str(capture))["links"] == recorded
+
+
+def test_virtual_functions_are_not_gpus_of_their_own(capture: Path) -> None:
+    """With SR-IOV a card that serves vGPUs has up to 32 more PCI devices with its ids; physfn leads to the card."""
+    card = gpu_folder(capture)
+    function = card.parent / "0000:01:00.4"
+    shutil.copytree(card, function, symlinks=True)
+    (function / "physfn").symlink_to("../0000:01:00.0")
+    (capture / "sys/bus/pci/devices/0000:01:00.4").symlink_to(f"../../../{function.relative_to(capture / 'sys')}")
+    topology = read_capture(str(capture))
+    assert len(topology["gpus"]) == 8
+    assert topology["problems"] == []
+
+
+def test_bar1_of_a_host_without_driver(capture: Path) -> None:
+    """The second line of `resource` is BAR1: here 256 MiB, as where Resizable BAR is off."""
+    shutil.rmtree(capture / "nvidia-smi")
+    write(
+        gpu_folder(capture) / "resource",
+        "0x00000000f6000000 0x00000000f6ffffff 0x0000000000040200\n"
+        "0x00000000e0000000 0x00000000efffffff 0x000000000014220c\n"
+        "0x0000000000000000 0x0000000000000000 0x0000000000000000\n",
+    )
+    assert [gpu["bar1_mib"] for gpu in read_capture(str(capture))["gpus"]] == [256] + [None] * 7
+
+
+@pytest.mark.parametrize("argument", ["iommu=pt", "iommu.passthrough=1"])  # x86, Arm
+def test_pass_through_by_kernel_argument_where_the_type_is_hidden(capture: Path, argument: str) -> None:
+    for position in range(8):
+        (gpu_folder(capture, position) / "iommu_group" / "type").unlink()
+    write(capture / "proc/cmdline", f"ro {argument} quiet\n")
+    assert read_capture(str(capture))["pcie"]["iommu"] == "passthrough"
+    write(capture / "proc/cmdline", "ro quiet\n")
+    assert read_capture(str(capture))["pcie"]["iommu"] == "unknown"
 
 
 # --- the driver's state ---------------------------------------------------------------------------------------------
@@ -425,6 +502,33 @@ def test_a_driver_that_does_not_answer(output: SmiOutput, state: str, code: str)
     assert topology["gpus"][0]["minor"] == 2
 
 
+@pytest.mark.parametrize(
+    ("output", "code", "told"),
+    [
+        (SmiOutput("", None, "timeout"), "nvidia_smi_timeout", "nvidia-smi topo -m did not answer within 60 s"),
+        (SmiOutput("ERROR: Option -m is missing its value.", 255), "nvidia_smi_exit_code", "nvidia-smi topo -m ended"),
+        (
+            SmiOutput("Failed to initialize NVML: Unknown Error", 0),
+            "links_from_pci_tree",
+            "says nothing of 28 GPU pairs",
+        ),
+    ],
+)
+def test_a_matrix_that_does_not_come_is_told(output: SmiOutput, code: str, told: str) -> None:
+    host = _CAPTURES / "rtxpro6000-8x-2nodes"
+    topology = read_host(f"{host}/sys", f"{host}/proc", saved_smi(host, topo=output), "", deadline="60 s")
+    assert told in "\n".join(entry["message"] for entry in topology["problems"] if entry["code"] == code)
+    assert [gpu["numa_nodes"] for gpu in topology["gpus"]] == [[0]] * 4 + [[1]] * 4  # sysfs has them
+
+
+def test_a_hung_report_is_one_problem_that_names_its_call_and_deadline() -> None:
+    host = _CAPTURES / "rtxpro6000-8x-2nodes"
+    hung = saved_smi(host, q=SmiOutput("", None, "timeout"))
+    topology = read_host(f"{host}/sys", f"{host}/proc", hung, "", deadline="60 s")
+    assert codes(topology) == ["nvidia_smi_timeout", "links_from_pci_tree"]
+    assert topology["problems"][0]["message"] == "nvidia-smi -q -x did not answer within 60 s."
+
+
 def test_the_library_version_of_a_mismatch() -> None:
     host = _CAPTURES / "rtxpro6000-8x-2nodes"
     driver = read_host(f"{host}/sys", f"{host}/proc", lambda _: SmiOutput(_MISMATCH, 18), "")["driver"]
@@ -456,6 +560,49 @@ def test_the_kernel_log_of_a_file(tmp_path: Path) -> None:
     assert read_kernel_log(str(tmp_path / "absent"), 1) is None
     write(tmp_path / "log", "NVRM: hello\n")
     assert read_kernel_log(str(tmp_path / "log"), 1) == "NVRM: hello\n"
+
+
+@pytest.mark.parametrize(
+    ("journal", "dmesg", "expected"),
+    [
+        ("Dec 01 00:00:01 gpu-a kernel: NVRM: loading\n", None, "NVRM: loading"),
+        # To a user who may not read the kernel's messages journalctl shows none, with success.
+        (
+            "-- No entries --\nHint: You are currently not seeing messages from other users and the system.\n",
+            None,
+            None,
+        ),
+        ("-- No entries --\n", "[    0.000000] NVRM: from dmesg\n", "NVRM: from dmesg"),
+        (None, "dmesg: read kernel buffer failed: Operation not permitted\n", None),
+        (None, None, None),
+    ],
+)
+def test_the_kernel_log_of_a_live_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: str | None, dmesg: str | None, expected: str | None
+) -> None:
+    for name, text in (("journalctl", journal), ("dmesg", dmesg)):
+        if text is not None:
+            write(tmp_path / f"{name}.txt", text)
+            write(tmp_path / name, f"#!/bin/sh\n/bin/cat {tmp_path}/{name}.txt\n")
+            (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    read = read_kernel_log(None, 10)
+    assert (read is None) if expected is None else (read is not None and expected in read)
+
+
+def test_a_folder_without_permission_is_told(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sysfs of a host that forbids it; root, who runs the tests, may read everything, so the refusal is acted."""
+    real = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name == "cpulist":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    topology = read_capture(str(capture))
+    assert {"unreadable", "numa_nodes_unknown"} <= set(codes(topology))
+    assert len(topology["gpus"]) == 8
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 Expected values were read from the recorded outputs by eye; tests/fixtures/nvidia_smi_outputs.json has their sources.
 """
 
+import html
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ EXPECTED: dict[str, int | str] = {
     "csv_index_gap_error_row": "gpu_unreachable",
     "csv_unknown_error_partial": 3,
     "csv_unknown_error_memory": 1,
-    "table_gb10": "unrecognised_output",  # the table of a bare nvidia-smi shortens names; it is not read
+    "table_gb10": 1,
     "err_driver_comm": "driver_unreachable",
     "err_nvml_mismatch": "driver_mismatch",
     "err_nvml_unknown": "driver_unreachable",
@@ -223,6 +225,183 @@ def test_a_row_cut_short_keeps_its_whole_cells() -> None:
 @pytest.mark.parametrize("text", [CSV, XML], ids=["csv", "xml"])
 def test_damage_that_hides_nothing_changes_nothing(text: str, damage: Any) -> None:
     assert parse_smi(damage(text)) == parse_smi(text)
+
+
+def each_line(before: str) -> Callable[[str], str]:
+    return lambda text: re.sub("^", lambda _: before, text, flags=re.MULTILINE)
+
+
+# The ways in which an output comes to us; none of them hides anything.
+CARRIED: dict[str, Callable[[str], object]] = {
+    "quoted mail": each_line("> "),
+    "shell comment": each_line("# "),
+    "indented": each_line("    "),
+    "docker compose": each_line("vllm-1  | "),
+    "pdsh": each_line("gpu-node-03: "),
+    "mpirun, whose prefix looks like XML": each_line("[1,0]<stdout>:"),
+    "journal": each_line("Apr 06 03:02:45 gpu-a vllm[123]: "),
+    "ray, coloured, with a comma": each_line("\x1b[36m(Worker pid=12, ip=10.0.0.1)\x1b[0m "),
+    "line numbers": lambda text: "\n".join(f"{n:6d}\t{line}" for n, line in enumerate(text.split("\n"), 1)),
+    "code fence": lambda text: f"```\n{text}\n```",
+    "inline code": lambda text: f"`{text}`",
+    "no-break spaces": lambda text: text.replace(" ", "\xa0"),
+    "HTML": lambda text: f"<pre>{html.escape(text)}</pre>",
+    "JSON": lambda text: json.dumps({"stdout": text}),
+    "JSON with escaped slashes": lambda text: json.dumps(text).replace("/", "\\/"),
+    "Ansible's stdout_lines": lambda text: json.dumps({"stdout_lines": text.split("\n")}, indent=1),
+    "JSON list on one line": lambda text: json.dumps(text.split("\n")),
+    "Windows PowerShell's UTF-16": lambda text: text.encode("utf-16"),
+    "CRLF twice": lambda text: text.replace("\n", "\r\r\n"),
+    "after a command line": lambda text: f"root@gpu0:~# nvidia-smi\n{text}",
+}
+
+
+@pytest.mark.parametrize("way", CARRIED)
+def test_how_an_output_was_carried_changes_nothing(way: str) -> None:
+    """For the outputs with GPUs; of an error the sentence counts, and that is looked for anywhere."""
+    texts = {"csv": CSV, "xml": XML, "table": TABLE}
+    texts |= {name: OUTPUTS[name]["stdout"] for name, expected in EXPECTED.items() if isinstance(expected, int)}
+    different = [
+        name
+        for name, text in texts.items()
+        if parse_smi(CARRIED[way](text))["gpus"] != parse_smi(text)["gpus"]  # type: ignore[arg-type]
+    ]
+    assert different == []
+
+
+# The narrow table of drivers before 530. 0 has MIG about to go off, a shortened name and ECC errors; 1 fails.
+TABLE = """\
+| NVIDIA-SMI 470.57.02    Driver Version: 470.57.02    CUDA Version: 11.4     |
+|-------------------------------+----------------------+----------------------+
+| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp  Perf  Pwr:Usage/Cap|         Memory-Usage | GPU-Util  Compute M. |
+|                               |                      |               MIG M. |
+|===============================+======================+======================|
+|   0  NVIDIA A100-SXM...  On   | 00000000:07:00.0 Off |                    2 |
+| N/A   39C    P0    53W / 400W |      0MiB / 40536MiB |      0%      Default |
+|                               |                      |             Enabled* |
++-------------------------------+----------------------+----------------------+
+|   1  Tesla T4            Off  | 0000000F:0F:00.0 Off |                  Off |
+|ERR!   39C   ERR!   ERR! / 70W |     18MiB / 15109MiB |    ERR!      Default |
+|                               |                      |                  N/A |
++-------------------------------+----------------------+----------------------+
+| MIG devices:                                                                |
+| GPU  GI  CI  MIG |         Memory-Usage |        Vol|         Shared        |
+|  0    7   0   0  |      3MiB /  4864MiB | 14      0 |  1   0    0    0    0 |
++-----------------------------------------------------------------------------+
+| Processes:                                                                  |
+|  GPU   GI   CI        PID   Type   Process name                  GPU Memory |
+|    1   N/A  N/A      4242      C   python                             18MiB |
+|    1      4300    C+G   ...xlib/Xorg   N/A |
++-----------------------------------------------------------------------------+
+"""
+
+
+def test_the_plain_table() -> None:
+    parsed = parse_smi(TABLE)
+    first, second = parsed["gpus"]
+    assert (first["index"], first["pci_bus_id"], first["memory_total_mib"]) == (0, "0000:07:00.0", 40536)
+    assert first["name"] is None  # shortened: the 40 and the 80 GB card begin alike
+    assert (first["ecc"], first["mig"]["enabled"], first["power_limit_w"]) == (True, True, 400)
+    assert (second["name"], second["pci_bus_id"], second["ecc"]) == ("Tesla T4", "000f:0f:00.0", False)
+    assert [(holder["pid"], holder["memory_mib"]) for holder in second["holders"]] == [(4242, 18), (4300, None)]
+    assert codes(parsed) == {"ecc_uncorrected", "value_failed"}
+    assert (parsed["driver_version"], parsed["cuda_version"]) == ("470.57.02", "11.4")
+
+
+def test_the_plain_table_of_windows() -> None:
+    (gpu,) = parse_smi(
+        "|   0  NVIDIA GeForce RTX 2080 ...  WDDM  |   00000000:01:00.0  On |                  N/A |\n"
+        "|  0%   45C    P8             18W /  250W |     612MiB /   8192MiB |      3%      Default |\n"
+    )["gpus"]
+    assert (gpu["memory_total_mib"], gpu["memory_used_mib"], gpu["ecc"]) == (8192, 612, None)
+
+
+def test_the_plain_table_without_memory_is_memory_shared_with_the_cpu() -> None:
+    (gpu,) = parse("table_gb10")["gpus"]
+    assert (gpu["name"], gpu["pci_bus_id"]) == ("NVIDIA GB10", "000f:01:00.0")
+    assert (gpu["memory_total_mib"], gpu["unified_memory"]) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("'nvidia-smi' is not recognized as an internal or external command,\r\noperable program", "driver_missing"),
+        ("Command 'nvidia-smi' not found, but can be installed with:\nsudo apt install", "driver_missing"),
+        ("zsh: command not found: nvidia-smi", "driver_missing"),
+        ("bash: nvidia-smi: command not found", "driver_missing"),
+        ('exec: "nvidia-smi": executable file not found in $PATH: unknown', "driver_missing"),
+        ("NVIDIA-SMI couldn't find libnvidia-ml.so library in your system.", "driver_missing"),
+        ("Failed to initialize NVML: Insufficient Permissions", "driver_unreachable"),
+        ("Unable to determine the device handle for GPU2: 0000:81:00.0: Unknown Error", "gpu_unreachable"),
+        ("WARNING: infoROM is corrupted at gpu 0000:3B:00.0", "inforom_corrupted"),
+    ],
+)
+def test_sentences_of_shells_and_drivers(text: str, code: str) -> None:
+    parsed = parse_smi(text)
+    assert parsed["gpus"] == []
+    assert codes(parsed) == {code}
+
+
+def test_the_address_in_a_numbered_handle_error() -> None:
+    (entry,) = parse_smi("Unable to determine the device handle for GPU2: 0000:81:00.0: Unknown Error")["problems"]
+    assert entry["pci_bus_id"] == "0000:81:00.0"  # not GPU "2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name, age\nBob, 5\n",
+        "index, name\n0, foo\n1, bar\n",
+        "0, AMD Instinct MI300X, 196592 MiB\n",
+        "I have two cards, NVIDIA H100 and L40S, on 2 nodes\n",
+        "[1,0]<stdout>:NVIDIA-SMI was not run\n",
+        "<lshw><gpu>AMD</gpu></lshw>",
+        "say <gpu id> for the card",
+    ],
+)
+def test_text_that_only_looks_like_an_output_has_no_gpu(text: str) -> None:
+    parsed = parse_smi(text)
+    assert parsed["gpus"] == []
+    assert parsed["problems"]
+
+
+def test_names_alone_and_names_of_old_drivers() -> None:
+    parsed = parse_smi("NVIDIA H100 80GB HBM3, 81559 MiB\nNVIDIA H100 80GB HBM3, 81559 MiB\n")
+    assert [gpu["name"] for gpu in parsed["gpus"]] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert [gpu["memory_total_mib"] for gpu in parsed["gpus"]] == [None, None]  # it could be the used or the free
+    assert [gpu["name"] for gpu in parse_smi("0, A100-SXM4-40GB, 40536 MiB\n")["gpus"]] == ["A100-SXM4-40GB"]
+
+
+@pytest.mark.parametrize("answer", ["GPU is lost", "[GPU requires reset]"])
+def test_a_lost_gpu_in_its_place_has_no_name_and_is_an_error(answer: str) -> None:
+    """Drivers keep the record of a lost GPU, with this in every field."""
+    first = XML.index("<product_name>")
+    record = re.sub(r">[^<\n]+<", f">{answer}<", XML[first : XML.index("</gpu>")])
+    parsed = parse_smi(XML[:first] + record + XML[XML.index("</gpu>") :])
+    lost, other = parsed["gpus"]
+    assert (lost["name"], lost["uuid"], lost["memory_total_mib"]) == (None, None, None)
+    assert lost["pci_bus_id"] == "0000:01:00.0"
+    assert [entry["severity"] for entry in parsed["problems"] if entry["code"] == "gpu_lost"] == ["error"]
+    assert (other["name"], other["problems"]) == ("NVIDIA RTX PRO 6000 Blackwell Server Edition", [])
+
+
+def test_failing_hardware_in_the_text_report() -> None:
+    report = (
+        "Attached GPUs : 1\nGPU 00000000:06:00.0\n    Product Name : NVIDIA H100\n    GPU Recovery Action : Reset\n"
+        "    ECC Errors\n        Volatile\n            DRAM Correctable : 7\n            DRAM Uncorrectable : 2\n"
+        "    Remapped Rows\n        Pending : Yes\n        Remapping Failure Occurred : No\n"
+    )
+    assert codes(parse_smi(report)) == {"ecc_uncorrected", "recovery_needed", "row_remap_pending"}
+
+
+def test_double_bit_errors_of_old_cards_are_uncorrectable_ones() -> None:
+    volatile = "<single_bit><total>4</total></single_bit><double_bit><total>{}</total></double_bit>"  # V100, driver 450
+    report = (
+        '<nvidia_smi_log><gpu id="0000:02:00.0"><ecc_errors><volatile>{}</volatile></ecc_errors></gpu></nvidia_smi_log>'
+    )
+    assert codes(parse_smi(report.format(volatile.format(1)))) == {"ecc_uncorrected"}
+    assert codes(parse_smi(report.format(volatile.format(0)))) == set()
 
 
 def test_nounits() -> None:

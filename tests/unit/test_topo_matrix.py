@@ -8,8 +8,10 @@ Where the expected values come from:
 - the number of GPUs is checked against the names the capture lists from another source (torch, nvidia-smi -L).
 """
 
+import html
 import json
 import re
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fleet.target.gpu_topology import parse_ranges, parse_topo_matrix, topo_disagreements
+from vllm_fleet.target.gpu_topology import parse_ranges, parse_smi, parse_topo_matrix, topo_disagreements
 
 CAPTURES: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -94,14 +96,153 @@ def by_position(text: str) -> tuple[list[list[int]], dict[str, str]] | None:
     return nodes, links
 
 
+def expected(name: str) -> dict[str, Any]:
+    text = CAPTURES[name]["topo_matrix_text"]
+    nodes, links = BY_HAND[name] if name in BY_HAND else (by_position(text) or ([], {}))
+    return {"gpus": list(range(len(nodes))), "links": links, "numa": dict(enumerate(nodes))}
+
+
 @pytest.mark.parametrize("name", CAPTURES)
 def test_every_capture(name: str) -> None:
     capture = CAPTURES[name]
-    nodes, links = BY_HAND[name] if name in BY_HAND else (by_position(capture["topo_matrix_text"]) or ([], {}))
     parsed = parse_topo_matrix(capture["topo_matrix_text"])
-    assert parsed == {"gpus": list(range(len(nodes))), "links": links, "numa": dict(enumerate(nodes))}
+    assert parsed == expected(name)
     if capture["gpus"] and name not in _NAMES_DIFFER:
         assert len(parsed["gpus"]) == len(capture["gpus"])
+
+
+def each_line(before: str) -> Callable[[str], str]:
+    return lambda text: re.sub("^", lambda _: before, text, flags=re.MULTILINE)
+
+
+_OTHER_OUTPUT = """\
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:9D:00.0 Off |                    0 |
+| N/A   31C    P0             72W /  700W |       0MiB /  81559MiB |      0%      Default |
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaaaaaa-0000-0000-0000-000000000000)
+"""
+
+# The ways in which a matrix comes to us; none of them hides anything.
+CARRIED: dict[str, Callable[[str], object]] = {
+    "quoted mail": each_line("> "),
+    "quoted twice": each_line(">> "),
+    "source comment": each_line("// "),
+    "shell comment": each_line("#"),
+    "list item": each_line(" * "),
+    "diff": each_line("- "),
+    "indented": each_line("    "),
+    "docker compose": each_line("vllm_gpu0  | "),
+    "pdsh, the host named like a GPU": each_line("gpu0301: "),
+    "a rank named like a GPU": each_line("[GPU0] "),
+    "mpirun": each_line("[1,0]<stdout>:"),
+    "journal": each_line("Apr 06 03:02:45 gpu-a vllm[123]: "),
+    "klog": each_line("I0406 03:02:45.000000       1 topo.go:12] "),
+    "ray, coloured": each_line("\x1b[36m(Worker pid=12, ip=10.0.0.1)\x1b[0m "),
+    "line numbers": lambda text: "\n".join(f"{n:6d}\t{line}" for n, line in enumerate(text.split("\n"), 1)),
+    "rsyslog": lambda text: each_line("Apr  6 03:02:45 h x: ")(text.replace("\t", "#011").replace("\x1b", "#033")),
+    "code fence": lambda text: f"```text\n{text}\n```",
+    "inline code": lambda text: f"`{text}`",
+    "no-break spaces": lambda text: text.replace(" ", "\xa0"),
+    "typographic dashes": lambda text: text.replace("-", "\u2013"),
+    "zero-width spaces": lambda text: text.replace("\t", "\t\u200b"),
+    "HTML entities": lambda text: text.replace(" ", "&nbsp;").replace("\t", "&#9;"),
+    "HTML": lambda text: f"<pre><code>{html.escape(text)}</code></pre>",
+    "HTML line breaks": lambda text: text.replace("\n", "<br/>"),
+    "JSON": lambda text: json.dumps({"stdout": text}),
+    "JSON in JSON": lambda text: json.dumps(json.dumps(text)),
+    "Ansible's stdout_lines": lambda text: json.dumps({"stdout_lines": text.split("\n")}, indent=1),
+    "JSON list on one line": lambda text: json.dumps(text.split("\n")),
+    "Python list": lambda text: repr(text.split("\n")),
+    "Windows PowerShell's UTF-16": lambda text: text.encode("utf-16"),
+    "UTF-16 read as UTF-8": lambda text: text.encode("utf-16").decode("utf-8", "replace"),
+    "CRLF twice": lambda text: text.replace("\n", "\r\r\n"),
+    "CR alone": lambda text: text.replace("\n", "\r"),
+    "blank lines between": lambda text: text.replace("\n", "\n\n"),
+    "cat -A": lambda text: text.replace("\t", "^I").replace("\x1b", "^[").replace("\n", "$\n"),
+    "tput": lambda text: f"\x1b[0;4m{text}\x1b(B\x1b[m",
+    "terminal title": lambda text: f"\x1b]0;root@gpu-a: ~\x07{text}",
+    "grep --color": lambda text: text.replace("GPU", "\x1b[01;31m\x1b[KGPU\x1b[m\x1b[K"),
+    "after the other outputs": lambda text: f"$ nvidia-smi; nvidia-smi -L; nvidia-smi topo -m\n{_OTHER_OUTPUT}{text}",
+    "before another matrix": lambda text: f"{text}\n\n \tGPU0\tGPU1\t\n GPU0\tX\tGNS\t\n GPU1\tGNS\tX\t\n",
+    "after sentences on GPUs": lambda text: f"CUDA_VISIBLE_DEVICES=0 uses GPU0\n{text}\nGPU0 has 1 NVLink, GPU1 NV18",
+    "sent twice": lambda text: f"{text}\n\n{text}",
+}
+
+
+@pytest.mark.parametrize("way", CARRIED)
+def test_how_a_capture_was_carried_changes_nothing(way: str) -> None:
+    different = [
+        name
+        for name, capture in CAPTURES.items()
+        if parse_topo_matrix(CARRIED[way](capture["topo_matrix_text"])) != expected(name)  # type: ignore[arg-type]
+    ]
+    assert different == []
+
+
+def hard_wrapped(text: str, width: int) -> str:
+    lines = [line.expandtabs() for line in text.split("\n")]
+    return "\n".join(line[start : start + width] for line in lines for start in range(0, max(len(line), 1), width))
+
+
+def agrees(parsed: dict[str, Any], truth: dict[str, Any]) -> bool:
+    """Nothing but the truth, though not all of it."""
+    return (
+        set(parsed["gpus"]) <= set(truth["gpus"])
+        and parsed["links"].items() <= truth["links"].items()
+        and all(nodes in ([], truth["numa"].get(gpu)) for gpu, nodes in parsed["numa"].items())
+    )
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 120, 160, 200])
+def test_wrapped_by_any_terminal_nothing_is_made_up(width: int) -> None:
+    parsed = {
+        name: parse_topo_matrix(hard_wrapped(capture["topo_matrix_text"], width)) for name, capture in CAPTURES.items()
+    }
+    assert [name for name in CAPTURES if not agrees(parsed[name], expected(name))] == []
+    assert sum(parsed[name] == expected(name) for name in CAPTURES) >= 90  # of 103
+
+
+def test_a_text_that_stops_anywhere_says_nothing_else() -> None:
+    """NV1 is no link when NV18 was cut, and 0 no node when 0-1 was."""
+    wrong = [
+        (name, end)
+        for name, capture in CAPTURES.items()
+        for end in range(7, len(capture["topo_matrix_text"]), 61)
+        if not agrees(parse_topo_matrix(capture["topo_matrix_text"][:end]), expected(name))
+    ]
+    assert wrong == []
+
+
+def test_of_two_matrices_the_one_with_links_counts() -> None:
+    status = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n\n"
+    assert parse_topo_matrix(status + _WHOLE) == _WHOLE_RESULT
+
+
+def test_a_markdown_table() -> None:
+    text = (
+        "| | GPU0 | GPU1 | CPU Affinity | NUMA Affinity | GPU NUMA ID |\n|---|---|---|---|---|---|\n"
+        "| GPU0 | X | SYS | 0-31 | 0 | N/A |\n| GPU1 | SYS | X | 32-63 | 1 | N/A |\n"
+    )
+    assert parse_topo_matrix(text) == {"gpus": [0, 1], "links": {"0-1": "SYS"}, "numa": {0: [0], 1: [1]}}
+
+
+# What the tools of other vendors print of their GPUs.
+OTHER_VENDORS = {
+    "rocm-smi link types": (
+        "================= Link Type between two GPUs =================\n"
+        "       GPU0         GPU1\nGPU0   0            XGMI\nGPU1   XGMI         0\n"
+    ),
+    "rocm-smi weights": "       GPU0         GPU1\nGPU0   0            15\nGPU1   15           0\n",
+    "rocm-smi nodes": "GPU[0]\t\t: (Topology) Numa Node: 0\nGPU[0]\t\t: (Topology) Numa Affinity: 0\n",
+    "amd-smi csv": "gpu,market_name,vram\n0,AMD Instinct MI300X,196592\n1,AMD Instinct MI300X,196592\n",
+    "xpu-smi": "         GPU 0/0  GPU 0/1  CPU Affinity\nGPU 0/0  S        MDF      0-23,48-71\n",
+    "npu-smi": "\tNPU0\tNPU1\tCPU Affinity\nNPU0\tX\tHCCS\t0-23\nNPU1\tHCCS\tX\t24-47\n",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VENDORS)
+def test_gpus_of_other_vendors_are_not_ours(name: str) -> None:
+    assert parse_topo_matrix(OTHER_VENDORS[name]) == {"gpus": [], "links": {}, "numa": {}}
+    assert parse_smi(OTHER_VENDORS[name])["gpus"] == []
 
 
 def test_what_the_second_reader_cannot_read_was_read_by_hand() -> None:
@@ -211,6 +352,66 @@ def test_rows_wrapped_by_a_terminal_are_joined() -> None:
 def test_the_affinity_cell(row: str, nodes: list[int]) -> None:
     text = f"\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n{row}\n"
     assert parse_topo_matrix(text) == {"gpus": [0], "links": {}, "numa": {0: nodes}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            "\tNIC0\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nNIC0\t X \tPIX\tSYS\t\t\n"
+            "GPU0\tPIX\t X \tNV4\t0-7\t0\nGPU1\tSYS\tNV4\t X \t8-15\t1\n",
+            id="network cards first",
+        ),
+        pytest.param(
+            "\tGPU1\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU1\t X \tNV4\t8-15\t1\nGPU0\tNV4\t X \t0-7\t0\n",
+            id="GPUs reversed",
+        ),
+        pytest.param(
+            "\tGPU0\tGPU1\tNUMA Affinity\tCPU Affinity\nGPU0\t X \tNV4\t0\t0-7\nGPU1\tNV4\t X \t1\t8-15\n",
+            id="nodes before CPUs",
+        ),
+        pytest.param(
+            "\tGPU0\tGPU1\tGPU NUMA ID\tCPU Affinity\tNUMA Affinity\n"
+            "GPU0\t X \tNV4\t4\t0-7\t0\nGPU1\tNV4\t X \t12\t8-15\t1\n",
+            id="memory nodes first",
+        ),
+    ],
+)
+def test_columns_are_found_by_name_not_by_place(text: str) -> None:
+    assert parse_topo_matrix(text) == {"gpus": [0, 1], "links": {"0-1": "NV4"}, "numa": {0: [0], 1: [1]}}
+
+
+def test_a_cell_short_of_a_header_in_another_order_names_nothing() -> None:
+    text = "\tGPU0\tNUMA Affinity\tCPU Affinity\nGPU0 X 0-7\n"
+    assert parse_topo_matrix(text)["numa"] == {0: []}  # not nodes 0 to 7
+
+
+def test_numbers_with_a_gap_are_kept() -> None:
+    """nvidia-smi goes on without a GPU that it cannot open: here 1."""
+    text = (
+        "\tGPU0\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tNODE\tSYS\t0-7\t0\t\tN/A\n"
+        "GPU2\tNODE\t X \tSYS\t0-7\t0\t\tN/A\nGPU3\tSYS\tSYS\t X \t8-15\t1\t\tN/A\n"
+    )
+    assert parse_topo_matrix(text) == {
+        "gpus": [0, 2, 3],
+        "links": {"0-2": "NODE", "0-3": "SYS", "2-3": "SYS"},
+        "numa": {0: [0], 2: [0], 3: [1]},
+    }
+
+
+def test_superchips_print_their_memory_nodes_apart() -> None:
+    """GH200 with four: the last column is the node of the GPU's own memory, which has no CPUs."""
+    rows = [["NV6"] * 4 for _ in range(4)]
+    for gpu in range(4):
+        rows[gpu][gpu] = " X "
+    lines = ["\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
+    lines += [
+        "\t".join([f"GPU{gpu}", *row, f"{72 * gpu}-{72 * gpu + 71}", str(gpu), "", str(4 + 8 * gpu)])
+        for gpu, row in enumerate(rows)
+    ]
+    parsed = parse_topo_matrix("\n".join(lines))
+    assert parsed["numa"] == {0: [0], 1: [1], 2: [2], 3: [3]}
+    assert parsed["links"] == all_pairs(4, "NV6")
 
 
 def test_a_header_that_lost_a_name_moves_no_link() -> None:
