@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("topology", metavar="FILE", help="gpu_topology as JSON, or a folder saved by capture.yml")
     show.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
     show.set_defaults(run=_topology)
+    compared = commands.add_parser(
+        "accuracy", help="compare predicted with reported memory", description="Predicted against reported memory."
+    )
+    compared.add_argument("reports", metavar="CSV", help="columns as in tests/fixtures/memory/memory_reports.csv")
+    compared.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+    compared.set_defaults(run=_accuracy)
     return parser
 
 
@@ -75,6 +81,14 @@ def _topology(arguments: argparse.Namespace) -> int:
     facts = topology.read(arguments.topology)
     host = topology.Topology.from_dict(facts, arguments.topology)
     print(json.dumps(facts, indent=2) if arguments.format == "json" else explain.render_topology(host))
+    return 0
+
+
+def _accuracy(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import accuracy  # noqa: PLC0415  only this command needs statistics and CSV
+
+    result = accuracy.measure(arguments.reports)
+    print(json.dumps(result, indent=2) if arguments.format == "json" else accuracy.render(result))
     return 0
 
 

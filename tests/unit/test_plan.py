@@ -509,7 +509,7 @@ OPTIONS = st.fixed_dictionaries(
         "vllm_version": st.sampled_from(["0.24.0", "0.28.1", "0.29.0", "0.32.0"]),
     }
 )
-CARDS = st.sampled_from([M2_5, TINY, catalog.read_card(str(FIXTURES / "cards" / "minimax_m2_5_nvfp4.yml"))])
+CARDS = st.sampled_from([catalog.read_card(name) for name in catalog.known_cards()])
 
 
 def outcome(facts: dict[str, Any], card: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | str:
