@@ -43,6 +43,11 @@ _BY_PCI_DEVICE = {
 }
 
 
+def known_gpus() -> dict[str, GpuFacts]:
+    """The table, by PCI id."""
+    return dict(_BY_PCI_DEVICE)
+
+
 def facts_for(pci_device: str) -> GpuFacts | None:
     """Facts of the model with this PCI id ("10de:2bb5"), or None."""
     return _BY_PCI_DEVICE.get(pci_device.lower())
