@@ -97,7 +97,8 @@ def _speed(chosen: Candidate, replica: "Replica") -> str:
     return (
         f"Estimated by a roofline (median error {estimate['error_pct']} % on known reports, nine of ten within "
         f"{estimate['error_p90_pct']} %): {estimate['single']:,.0f} tokens/s for one request, "
-        f"{chosen.together or 0:,.0f} for all replicas with {chosen.requests} each."
+        f"{chosen.together or 0:,.0f} for all replicas with {chosen.requests} each"
+        f"{', drafted tokens not counted' if replica.settings.speculative else ''}."
     )
 
 

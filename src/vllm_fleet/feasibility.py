@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,29 @@ class Feasibility:
         plain = [r for r in rejected if r.layout.pipeline_parallel == r.layout.data_parallel == 1]
         closest = max(plain, key=lambda r: (r.rule == "memory", r.layout.ranks, not r.layout.expert_parallel))
         sentences += [f"The closest layout is {closest.layout}: {closest.reason}", self._what_would_fit(fleets)]
+        sentences += self._what_could_give()
         return NoFeasibleLayoutError(" ".join(sentences), reasons)
+
+    def _what_could_give(self) -> Iterator[str]:
+        """For each constraint of the inventory the nearest value with which this host would do, if any would."""
+        if self.options.min_context:
+            found = self._candidates_with(min_context=1)
+            if found:
+                longest = max(candidate.max_model_len for candidate in found)
+                yield f"Here min_context could be {longest:,} at most."
+        for kept in range(self.options.keep_free_gpus - 1, -1, -1):
+            if self._candidates_with(keep_free_gpus=kept):
+                yield f"With keep_free_gpus: {kept} it would fit."
+                break
+        if self.options.exclude_gpus and self._candidates_with(exclude_gpus=()):
+            yield "It would fit if exclude_gpus named no GPU."
+
+    def _candidates_with(self, **changed: Any) -> list[Candidate]:
+        relaxed = replace(self, options=replace(self.options, **changed))
+        try:
+            return relaxed.candidates(relaxed.fleets()[0])[0]
+        except NoFeasibleLayoutError:
+            return []
 
     def _what_would_fit(self, fleets: list[Fleet]) -> str:
         """The smallest number of this host's GPUs that would hold the model."""

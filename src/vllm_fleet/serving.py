@@ -20,6 +20,8 @@ INTERNAL_PORT_STRIDE = 1000  # an engine steps up from its own base; wide steps 
 SHUTDOWN_TIMEOUT_SECONDS = 120  # how long running requests may finish after SIGTERM; the unit's stop must allow more
 
 HOPPER = 9
+# First compute capability with arithmetic in a format; older GPUs only store their weights in it.
+NATIVE_CAPABILITY = {"fp8_block": (8, 9), "fp8_channel": (8, 9), "nvfp4": (10, 0)}
 
 
 @dataclass
@@ -132,6 +134,12 @@ def _kernels(result: Serving, topology: Topology, card: Card, members: Sequence[
     (https://github.com/vllm-project/recipes/pull/112).
     """
     generation = topology.gpus[members[0]].generation
+    native = NATIVE_CAPABILITY.get(card.quantization.method)
+    if generation is not None and native is not None and generation < native:
+        result.warnings.append(
+            f"Compute capability {generation[0]}.{generation[1]} has no units for {card.quantization.method}: the engine "
+            "unpacks the weights to BF16 on the fly, which saves memory and costs speed."
+        )
     if card.quantization.method != "fp8_block" or not card.shape.num_experts:
         return
     if generation is None or generation[0] not in (BLACKWELL_WORKSTATION, HOPPER):

@@ -11,10 +11,11 @@ from vllm_fleet.topology import SCHEMA
 NODE_CPUS = 64
 NODE_MEMORY_MIB = 1024 * 1024
 MOST_GPUS = 64
+ONE_NODE_GPUS = 4  # so many hang on one socket
 
 
 def host(text: str) -> dict[str, Any]:
-    """A topology for "8x H200": two NUMA nodes from two GPUs on, NVLink among all where such hosts have it, else PCIe.
+    """A topology for "8x H200": one NUMA node up to four GPUs, else two; NVLink where such hosts have it, else PCIe.
 
     Raises:
         BadInputError: It does not read so, or the GPU is not in the table.
@@ -29,7 +30,7 @@ def host(text: str) -> dict[str, Any]:
         names = ", ".join(str(facts.name) for facts in known_gpus().values())
         raise BadInputError(f"--gpus names {match[2]!r}, which is not in the table of GPUs. It has: {names}.")
     device, facts = found[0]
-    nodes = 1 if count == 1 else 2
+    nodes = 1 if count <= ONE_NODE_GPUS else 2
     numa = [index * nodes // count for index in range(count)]
     links = {
         f"{a}-{b}": "NV18" if facts.nvlink else "NODE" if numa[a] == numa[b] else "SYS"

@@ -78,7 +78,7 @@ def test_the_errors_that_plans_state_are_those_on_known_reports() -> None:
 
 
 def test_single_ranks_as_measured() -> None:
-    """One H200, engine 0.26 with CUDA graphs: a TP4 rank decoded 214.3 tokens/s, 28 of 62 layers at full width 313.9."""
+    """One H200, 0.26 with CUDA graphs: a TP4 rank decoded 214.3 tokens/s, 28 of 62 layers at full width 313.9."""
     shape = dataclasses.replace(
         M2_5.shape, num_attention_heads=12, num_key_value_heads=2, moe_intermediate_size=384, vocab_size=50048
     )
