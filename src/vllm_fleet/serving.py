@@ -137,8 +137,8 @@ def _kernels(result: Serving, topology: Topology, card: Card, members: Sequence[
     native = NATIVE_CAPABILITY.get(card.quantization.method)
     if generation is not None and native is not None and generation < native:
         result.warnings.append(
-            f"Compute capability {generation[0]}.{generation[1]} has no units for {card.quantization.method}: the engine "
-            "unpacks the weights to BF16 on the fly, which saves memory and costs speed."
+            f"Compute capability {generation[0]}.{generation[1]} has no units for {card.quantization.method}: the "
+            "engine unpacks the weights to BF16 on the fly, which saves memory and costs speed."
         )
     if card.quantization.method != "fp8_block" or not card.shape.num_experts:
         return

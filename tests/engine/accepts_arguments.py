@@ -1,6 +1,7 @@
 """Run by the engine's own Python: which of these argument lists its parser refuses.
 
-Standard input: a JSON list of argument lists. Standard output: a JSON list of [arguments, error], empty when all is well.
+Standard input: a JSON list of argument lists. Standard output: a JSON list of [arguments, error], empty when all is
+well.
 """
 
 import contextlib

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from vllm_fleet import accuracy
 from vllm_fleet.cli import main
 from vllm_fleet.errors import BadInputError
 
+ROOT = Path(__file__).resolve().parents[2]
 REPORTS = FIXTURES / "memory" / "memory_reports.csv"
 # Logs that no constant was fitted on, of models and sizes that the fit has not seen.
 HELD_OUT = FIXTURES / "memory" / "held_out_reports.csv"
@@ -117,3 +120,20 @@ def test_a_file_that_is_no_report_is_told(tmp_path: Path, capsys: pytest.Capture
         accuracy.measure(path)
     assert main(["accuracy", str(tmp_path / "nothing.csv")]) == 2
     assert "not readable" in capsys.readouterr().err
+
+
+def test_the_page_states_the_errors_as_they_are() -> None:
+    page = (ROOT / "docs" / "memory-model.md").read_text(encoding="utf-8")
+    for path in (REPORTS, HELD_OUT):
+        result = accuracy.measure(path)
+        weights, cache = result["weights_gib"], result["kv_gib"]
+        row = (
+            f"| {weights['max_abs_pct']:.1f} % | {cache['median_abs_pct']:.1f} % | {cache['max_abs_pct']:.1f} % | "
+            f"{result['kv_bytes_per_token']['max_abs_pct']:.1f} %"
+        )
+        assert row in page
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    drawn = subprocess.run([sys.executable, ROOT / "scripts" / "memory_picture"], check=True, capture_output=True)
+    assert (ROOT / "docs" / "memory-model.svg").read_bytes() == drawn.stdout, "run scripts/memory_picture"
