@@ -167,6 +167,7 @@ class Feasibility:
             spanning=sum(spans(self.host, group.members) for group, _ in placed),
             max_model_len=min(self.card.shape.max_position_embeddings, *(fit.kv_cache_tokens for _, fit in placed)),
             max_num_seqs=max_num_seqs,
+            expected=self.options.expected_concurrency,
             requests=share,
             estimates=tuple(
                 # As many requests as the replica's cache and limit allow at once.

@@ -25,7 +25,8 @@ class Candidate:
     spanning: int  # groups whose traffic crosses NUMA nodes without NVLink
     max_model_len: int
     max_num_seqs: int
-    requests: int  # of those expected, each replica's share
+    expected: int  # requests at once on the host
+    requests: int  # of those, each replica's share while the host is whole
     estimates: tuple[Mapping[str, Any] | None, ...]  # tokens per second, one per group
     whole_context: int  # what the model was made for
     unproven: Rejection | None
@@ -55,7 +56,9 @@ class Candidate:
     def together(self) -> float | None:
         """Estimated tokens per second of all replicas at the expected concurrency."""
         rates = [e["at_concurrency"] for e in self.estimates if e]
-        return sum(rates) if len(rates) == self.replicas else None
+        # Shares are rounded up: three requests on two replicas are not four.
+        real = min(1.0, self.expected / (self.requests * self.replicas))
+        return sum(rates) * real if len(rates) == self.replicas else None
 
     @property
     def cramped(self) -> bool:

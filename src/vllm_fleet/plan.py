@@ -161,7 +161,7 @@ def make_plan(topology: Mapping[str, Any], card: Mapping[str, Any], options: Map
         replicas.append((replica, reasons))
         warnings += [w for w in warned if w not in warnings]
     idle = sum(len(f.usable) for f in fleets) - chosen.replicas * chosen.layout.ranks - wanted.keep_free_gpus
-    warnings += builder.warnings(chosen, idle)
+    warnings += builder.warnings(chosen, idle, [fleet.name for fleet in fleets])
     engine_reasons = list(dict.fromkeys(reason for _, reasons in replicas for reason in reasons))
     return Plan(
         card=model,
@@ -234,7 +234,7 @@ class _Builder:
         )
         return replica, command.reasons, command.warnings
 
-    def warnings(self, chosen: Candidate, idle: int) -> list[str]:
+    def warnings(self, chosen: Candidate, idle: int, kinds: list[str]) -> list[str]:
         """What the reader of a plan must know before deploying it."""
         found = []
         planned = [self.host.gpus[m] for group, _ in chosen.groups for m in group.members]
@@ -244,7 +244,14 @@ class _Builder:
                 "a table: a plan to judge feasibility by, not to serve with."
             )
         if idle > 0 and not self.options.max_replicas:
-            found.append(f"{idle} usable GPU(s) stay idle: they do not make another {chosen.layout}.")
+            advice = (
+                f" The host mixes {', '.join(kinds)}: plan each kind apart, with the others in exclude_gpus and a "
+                "first_port of its own."
+            )
+            found.append(
+                f"{idle} usable GPU(s) stay idle: they do not make another {chosen.layout}."
+                f"{advice if len(kinds) > 1 else ''}"
+            )
         unreported = [gpu for gpu in planned if gpu.memory_reserved_mib is None]
         if unreported and self.options.accelerator == "cuda":
             guess = memory.reserved_mib(unreported[0].memory_total_mib or 0, None)
