@@ -34,7 +34,7 @@ lint: setup ## Check style, types, YAML, playbooks and shell
 	mypy
 	yamllint --strict .
 	ansible-lint
-	shellcheck scripts/* lab/build_image lab/podman_settings
+	shellcheck scripts/clean scripts/lock scripts/setup lab/build_image lab/podman_settings roles/*/files/with-engine-key .ci/run
 
 test-unit: setup ## Run the unit tests
 	pytest

@@ -60,7 +60,7 @@ class Host:
     allowed: str
     nvswitches: tuple[str, ...] = ()
     has_driver: bool = True
-    live_self: bool = False  # proc/self leads to the real one, so the CPUs and nodes allowed are the machine's
+    has_self: bool = True  # the lab links proc/self to the real one, for the CPUs and nodes that are really allowed
 
 
 # `nvidia-smi -q` of the first of eight cards: q_rtxpro6000_server_gpu0 in tests/fixtures/nvidia_smi_outputs.json.
@@ -171,7 +171,7 @@ HOSTS = {
         node_cpus=("0", "1"),
         node_memory_mib=(8192, 8192),
         online="0-1",
-        live_self=True,
+        has_self=False,
     ),
 }
 
@@ -392,9 +392,7 @@ def write_host(host: Host) -> None:
     _write(cpu_folder / "isolated", "")
     _write(cpu_folder / "nohz_full", "")
     last_node = len(host.node_cpus) - 1
-    if host.live_self:
-        _link(proc / "self", "/proc/self")
-    else:
+    if host.has_self:
         mems = "0" if last_node == 0 else f"0-{last_node}"
         _write(proc / "self" / "status", f"Cpus_allowed_list:\t{host.allowed}\nMems_allowed_list:\t{mems}")
     _write(proc / "sys" / "kernel" / "arch", "x86_64")

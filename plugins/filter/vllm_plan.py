@@ -5,7 +5,7 @@ Each filter is documented in the YAML file of its name beside this one.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ansible.errors import AnsibleFilterError
 
@@ -39,10 +39,20 @@ def _paragraphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_paragraphs
 def vllm_plan(
-    gpu_topology: Mapping[str, Any], card: Mapping[str, Any], options: Mapping[str, Any] | None = None
+    gpu_topology: Mapping[str, Any],
+    card: Mapping[str, Any] | str,
+    options: Mapping[str, Any] | None = None,
+    models_dir: str | None = None,
+    on_error: Literal["raise", "report"] = "raise",
 ) -> dict[str, Any]:
     """Plan a model on a host."""
-    return make_plan(gpu_topology, card, options or {}).to_dict()
+    try:
+        known = catalog.read_card(card, models_dir) if isinstance(card, str) else card
+        return make_plan(gpu_topology, known, options or {}).to_dict()
+    except PlanError as error:
+        if on_error == "report":
+            return {"error": str(error)}
+        raise
 
 
 @_paragraphs

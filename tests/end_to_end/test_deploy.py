@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 from conftest import HOSTS, REPOSITORY
+from forward_proxy import forward_proxy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Lab
 
 THOUGHT = "The question does not matter: these weights know one answer."
@@ -95,9 +97,19 @@ def test_no_key_shows_in_processes_units_journal_or_config(deployed: Lab) -> Non
             HOSTS[0],
             # The pattern's brackets keep the search from finding itself.
             f"(ps axww -o args; journalctl --no-pager; cat /etc/systemd/system/vllm-*; "
-            f"cat /etc/vllm-fleet/gateway/haproxy.cfg /opt/vllm-fleet/current/*) | grep -c -- '[{secret[0]}]{secret[1:]}' || true",
+            "cat /etc/vllm-fleet/gateway/haproxy.cfg /opt/vllm-fleet/current/*) "
+            f"| grep -c -- '[{secret[0]}]{secret[1:]}' || true",
         )
         assert found == "0"
+
+
+def test_the_second_replica_loads_after_the_first_serves(deployed: Lab) -> None:
+    def moment(unit: str, event: str) -> int:
+        return int(deployed.shell(HOSTS[0], f"systemctl show --property={event} --value {unit}"))
+
+    served = moment("vllm-minimax-m2-5-0.service", "ActiveEnterTimestampMonotonic")
+    started = moment("vllm-minimax-m2-5-1.service", "InactiveExitTimestampMonotonic")
+    assert 0 < served <= started
 
 
 def test_each_replica_runs_on_the_cpus_of_its_node(deployed: Lab) -> None:
@@ -211,7 +223,7 @@ def test_an_unreachable_host_does_not_stop_the_others(deployed: Lab, tmp_path: P
     assert status(f"{endpoint(deployed, HOSTS[0])}/health") == 200
 
 
-def test_teardown_leaves_nothing_and_a_deploy_after_it_works(deployed: Lab) -> None:
+def test_teardown_leaves_nothing(deployed: Lab) -> None:
     assert deployed.play("playbooks/teardown.yml").rc == 0
     for host in HOSTS:
         assert deployed.main_pids(host) == {}
@@ -222,5 +234,18 @@ def test_teardown_leaves_nothing_and_a_deploy_after_it_works(deployed: Lab) -> N
         )
         assert left == "/opt/vllm-fleet/runtimes"  # environments are kept unless asked
     assert deployed.play("playbooks/teardown.yml").hosts("changed") == set()
-    assert deployed.play(DEPLOY).rc == 0
+
+
+def test_a_deploy_after_teardown_works_through_a_proxy(deployed: Lab) -> None:
+    assert deployed.play("playbooks/teardown.yml", teardown_runtimes=True).rc == 0
+    assert deployed.shell(HOSTS[0], "ls /opt/vllm-fleet") == ""
+    for host in HOSTS:
+        deployed.shell(host, "rm -f /var/lib/apt/periodic/update-success-stamp; touch --date=@0 /var/lib/apt/lists")
+    with forward_proxy(deployed.variables(HOSTS[0])["lab_subnet"].replace("0/24", "1")) as (proxy, asked):
+        through = json.dumps({"http_proxy": proxy, "https_proxy": proxy})
+        environment = f"lab_environment | combine({through}) | dict2items | selectattr('value') | items2dict"
+        run = deployed.play(DEPLOY, vllm_fleet_environment="{{ " + environment + " }}")
+    assert run.rc == 0
+    assert any(request.startswith("GET http://") and "/debian" in request for request in asked)  # apt
+    assert any(request.startswith("CONNECT ") and request.endswith(":443") for request in asked)  # pip and uv
     assert client(deployed, HOSTS[0]).models.list().data[0].id == "minimax-m2.5"

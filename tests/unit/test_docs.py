@@ -14,8 +14,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 def test_the_variables_page_is_what_the_roles_say() -> None:
-    written = subprocess.run([sys.executable, ROOT / "scripts" / "variables_table"], check=True, capture_output=True)
-    assert (ROOT / "docs" / "variables.md").read_bytes() == written.stdout, "scripts/variables_table > docs/variables.md"
+    command = [sys.executable, ROOT / "scripts" / "variables_table"]
+    written = subprocess.run(command, check=True, capture_output=True).stdout
+    assert (ROOT / "docs" / "variables.md").read_bytes() == written, "run scripts/variables_table > docs/variables.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -27,4 +28,4 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
 def test_every_make_target_that_a_page_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", page.read_text())}
-    assert [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.M)] == []
+    assert [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []

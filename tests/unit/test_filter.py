@@ -101,3 +101,9 @@ def test_every_filter_is_documented(name: str) -> None:
     assert document["doc"]["short_description"]
     assert document["examples"]
     assert document["return"]
+
+
+def test_an_error_can_be_reported_instead_of_raised() -> None:
+    report = template("path | vllm_topology | vllm_plan('minimax_m2_5', on_error='report')", path=TOO_SMALL)
+    assert report["error"].startswith("MiniMaxAI/MiniMax-M2.5 does not fit this host")
+    assert "minimax_m2_5" in template("{} | vllm_plan('nobody', on_error='report')")["error"]

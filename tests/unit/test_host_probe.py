@@ -121,8 +121,11 @@ def test_a_host_without_gpu_says_where_it_looked() -> None:
     assert "bus/pci/devices" in topology["problems"][0]["message"]
 
 
-def test_the_lab_host_has_this_machines_cpus_and_memory_nodes() -> None:
-    topology = read_capture(str(_REPOSITORY / "lab" / "gpu_host"))
+def test_the_lab_host_has_this_machines_cpus_and_memory_nodes(tmp_path: Path) -> None:
+    host = tmp_path / "gpu_host"
+    shutil.copytree(_REPOSITORY / "lab" / "gpu_host", host, symlinks=True)
+    (host / "proc" / "self").symlink_to("/proc/self")  # as lab/up.yml does
+    topology = read_capture(str(host))
     assert [gpu["numa_nodes"] for gpu in topology["gpus"]] == [[0], [1]]
     assert topology["links"] == {"0-1": "SYS"}
     status = Path("/proc/self/status").read_text(encoding="utf-8")
