@@ -193,20 +193,6 @@ class Card:
         )
 
 
-def require_revision(card: Mapping[str, Any]) -> None:
-    """Refuse to deploy a card that pins no commit: two hosts could serve different files under one name.
-
-    Raises:
-        BadInputError: With how to pin it.
-    """
-    if card.get("revision") is None:
-        raise BadInputError(
-            f"The card {card.get('name')!r} pins no commit (`revision: null`): no source states one. Look at "
-            f"https://huggingface.co/{card['id']}/commits/main, review the newest commit, and write its 40 hex digits "
-            "as `revision` into a copy of the card. `vllm-fleet plan` shows the plan without it."
-        )
-
-
 def read_card(name: str, models_dir: str | Path | None = None) -> dict[str, Any]:
     """Read and check a card by name, or by the path of a YAML file.
 

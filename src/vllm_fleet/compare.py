@@ -65,7 +65,7 @@ def _entry(
         "tokens_per_second_single": min((e["single"] for e in known), default=None),
         "tokens_per_second_together": round(sum(e["at_concurrency"] for e in known), 1) if known else None,
         "prefill_tokens_per_second": _prefill(host, card, chosen, replica["gpu_indices"]),
-        "risks": _risks(data, plan["warnings"]),
+        "risks": _risks(plan["warnings"]),
     }
     return entry
 
@@ -79,13 +79,10 @@ def _prefill(host: Topology, card: Card, layout: Layout, indices: list[int]) -> 
     return round(speed.prefill_tokens_per_second(card, layout, place))
 
 
-def _risks(card: Mapping[str, Any], warnings: Iterable[str]) -> list[str]:
-    """The plan's warnings that are about this model, and what its card leaves open."""
+def _risks(warnings: Iterable[str]) -> list[str]:
+    """The plan's warnings that are about this model, not about the host."""
     host_wide = ("Peer-to-peer", "nvidia-smi did not report", "The driver is", "GPU ")
-    found = [warning for warning in warnings if not warning.startswith(host_wide)]
-    if card.get("revision") is None:
-        found.append("The card pins no commit, so it is planned and not deployed.")
-    return found
+    return [warning for warning in warnings if not warning.startswith(host_wide)]
 
 
 def render(host: Topology, entries: list[dict[str, Any]], concurrency: int) -> str:

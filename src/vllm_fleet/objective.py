@@ -147,8 +147,8 @@ def why_not(candidate: Candidate, chosen: Candidate, objective: str, expected_co
             "numa",
             (
                 f"{layout.ranks} GPUs span NUMA nodes: both all-reduces of every layer would cross the socket link, "
-                f"which {chosen} avoids. Over PCIe eight ranks did not beat four even for a single stream; nobody has "
-                "published 2 x TP4 against TP8+EP on such a host."
+                f"which {chosen} avoids. Over PCIe eight ranks of M2.5 did not beat four even for a single stream"
+                f"{'; nobody has published 2 x TP4 against TP8+EP on such a host' if layout.expert_parallel else ''}."
             ),
         ),
         (

@@ -259,6 +259,12 @@ class _Builder:
                 f"nvidia-smi did not report the memory it reserves; {guess} MiB per GPU are assumed, more than on any "
                 "card seen."
             )
+        if self.card.revision is None:
+            found.append(
+                f"The card {self.card.name} pins no commit, since no source states one, and a deployment downloads "
+                f"pinned commits only. Review https://huggingface.co/{self.card.id}/commits/main and write the 40 hex "
+                "digits as `revision` into a copy of the card."
+            )
         if chosen.unproven:
             found.append(chosen.unproven.reason)
         if chosen.spanning:

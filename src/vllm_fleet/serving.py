@@ -20,6 +20,10 @@ INTERNAL_PORT_STRIDE = 1000  # an engine steps up from its own base; wide steps 
 SHUTDOWN_TIMEOUT_SECONDS = 120  # how long running requests may finish after SIGTERM; the unit's stop must allow more
 
 HOPPER = 9
+OPEN_REPORTS_ON_WORKSTATIONS = {
+    "mla": "An open report has latent attention with an FP8 cache run out of resources (vLLM issue 46721).",
+    "dsa": "Sparse attention needs a FlashInfer that not every release brings (vLLM issue 47527).",
+}
 # First compute capability with arithmetic in a format; older GPUs only store their weights in it.
 NATIVE_CAPABILITY = {"fp8_block": (8, 9), "fp8_channel": (8, 9), "nvfp4": (10, 0)}
 
@@ -166,7 +170,7 @@ def _attention(
     if workstation and card.attention != "gqa":
         result.warnings.append(
             "Every public number of this model's attention on compute capability 12 comes from forks of vLLM: run the "
-            "checks before you rely on it."
+            f"checks before you rely on it. {OPEN_REPORTS_ON_WORKSTATIONS[card.attention]}"
         )
     if layout.decode_context_parallel > 1:
         result.reasons.append(

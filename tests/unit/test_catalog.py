@@ -119,14 +119,6 @@ def test_a_shape_that_needs_another_number_is_told_which(path: str, value: Any, 
         catalog.Card.from_dict(changed(path, value), "models/mine.yml")
 
 
-def test_a_card_without_a_commit_is_planned_and_not_deployed() -> None:
-    card = changed("revision", None)
-    assert catalog.Card.from_dict(card).revision is None
-    with pytest.raises(BadInputError, match=r"commits/main.*40 hex digits"):
-        catalog.require_revision(card)
-    catalog.require_revision(CARD)
-
-
 def test_a_group_that_the_format_does_not_have_is_told() -> None:
     card = changed("quantization", {"method": "nvfp4", "group": 32, "unconverted": []})
     with pytest.raises(BadInputError, match="one scale per 16"):

@@ -38,6 +38,15 @@ def test_plan_prints_replicas_memory_and_reasons_on_one_screen(capsys: pytest.Ca
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.parametrize("objective", ["throughput", "latency", "context"])
+@pytest.mark.parametrize("name", catalog.known_cards())
+def test_every_plan_fits_one_screen(name: str, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if main(["plan", "--model", name, "--topology", REFERENCE, "--objective", objective]) == 0:
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= SCREEN_LINES
+        assert max(map(len, lines)) <= 120
+
+
 def test_json_is_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = two_sockets()
     path = tmp_path / "facts.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hosts import FIXTURES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fleet import catalog, memory
@@ -196,6 +196,7 @@ def test_cpu_blocks_are_128_tokens() -> None:
     assert (fit.kv_bytes_per_token, fit.kv_cache_tokens) == (512, 2048)
 
 
+@settings(deadline=None)
 @given(budget=st.floats(0, 200), more=st.floats(0, 100), ranks=st.sampled_from([1, 2, 4, 8]))
 def test_more_memory_never_holds_fewer_tokens(budget: float, more: float, ranks: int) -> None:
     layout = Layout(tensor_parallel=ranks)
@@ -246,6 +247,7 @@ def test_kv_cache_of_public_tp4_starts(gpu_gib: float, fraction: float, limits: 
     assert 0.93 * available_gib <= fit.kv_cache_gib <= available_gib
 
 
+@settings(deadline=None)
 @given(
     tokens=st.integers(512, 65_536),
     sequences=st.integers(1, 2048),
@@ -306,6 +308,7 @@ def test_fraction(total_gib: float, layout: Layout, ceiling: float | None, expec
     assert memory.memory_fraction(total_gib, layout, ceiling) == expected
 
 
+@settings(deadline=None)
 @given(total=st.floats(8, 400), ranks=st.sampled_from([1, 2, 4, 8]))
 def test_fraction_always_leaves_the_reserve(total: float, ranks: int) -> None:
     """By hand: 1.5 GiB for the context, and 0.75 per rank for NCCL when there is more than one."""

@@ -551,6 +551,13 @@ def test_narrow_groups_win_once_there_are_enough_requests(concurrency: int, expe
     assert "tokens/s are estimated" in reason
 
 
+def test_a_card_without_a_commit_is_planned_with_a_warning() -> None:
+    plan = planned(REFERENCE, M2_5_NVFP4)
+    assert plan["model"]["revision"] is None
+    (told,) = [warning for warning in plan["warnings"] if "pins no commit" in warning]
+    assert "nvidia/MiniMax-M2.5-NVFP4/commits/main" in told
+
+
 def test_estimates_carry_their_error() -> None:
     plan = planned(REFERENCE)
     for replica in plan["replicas"]:

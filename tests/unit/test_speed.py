@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from hosts import FIXTURES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_fleet import catalog, speed
@@ -116,6 +116,7 @@ def test_all_reduce_bytes_by_hand() -> None:
     assert speed.all_reduce_bytes_per_token(M2_5) == 2 * 62 * 3072 * 2
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(set(CARDS) - {"lab_tiny_minimax_m2"})),
     layout=st.sampled_from([Layout(), Layout(8), Layout(8, expert_parallel=True)]),
