@@ -9,7 +9,8 @@ from vllm_fleet.target.gpu_topology import format_ranges
 from vllm_fleet.topology import Topology
 
 _CELL, _GAP, _BAR_HEIGHT, _TEXT_HEIGHT = 108, 12, 150, 16  # pixels
-_NAME_LENGTH = 16  # what fits under a bar
+_NAME_LENGTH = 15  # what fits under a bar
+_LEGEND_CELL = 110
 _PART_CLASSES = {"weights": "weights", "overhead": "overhead", "KV cache": "cache", "left out": "left"}
 
 _STYLE = """
@@ -129,14 +130,15 @@ def _host(plan: Mapping[str, Any], host: Topology) -> str:
             parts.append(_gpu(x, gpu.index, owner.get(gpu.index)))
         left += width + _GAP
     legend = "".join(
-        f'<rect class="{css}" x="{i * 110}" y="{height + 12}" width="12" height="12" rx="2"/>'
-        f'<text x="{i * 110 + 18}" y="{height + 22}">{escape(name)}</text>'
+        f'<rect class="{css}" x="{i * _LEGEND_CELL}" y="{height + 12}" width="12" height="12" rx="2"/>'
+        f'<text x="{i * _LEGEND_CELL + 18}" y="{height + 22}">{escape(name)}</text>'
         for i, (name, css) in enumerate(_PART_CLASSES.items())
     )
+    full = max(left, _LEGEND_CELL * len(_PART_CLASSES))
     label = f"{len(host.gpus)} GPUs on {len(nodes)} NUMA node(s), with the memory of each"
     return (
-        f'<svg role="img" aria-label="{escape(label)}" width="{left}" height="{height + 32}" '
-        f'viewBox="0 0 {left} {height + 32}">{"".join(parts)}{legend}</svg>'
+        f'<svg role="img" aria-label="{escape(label)}" width="{full}" height="{height + 32}" '
+        f'viewBox="0 0 {full} {height + 32}">{"".join(parts)}{legend}</svg>'
     )
 
 
