@@ -15,7 +15,7 @@ from vllm_fleet.layout import Layout, Rejection, reject_by_blocks, reject_by_sha
 from vllm_fleet.memory import Footprint
 from vllm_fleet.objective import TYPICAL_REQUEST_TOKENS, Candidate
 from vllm_fleet.options import OLDEST_VLLM_VERSION, Options, parse_version
-from vllm_fleet.placement import Group, form_groups, spans
+from vllm_fleet.placement import Group, farthest_link, form_groups, spans
 from vllm_fleet.topology import Topology
 
 # A replica that cannot hold one request of this length is no use to anyone; min_context overrides it.
@@ -177,6 +177,8 @@ class Feasibility:
                 for group, fit in placed
             ),
             whole_context=self.card.shape.max_position_embeddings,
+            poor_data_parallel=layout.data_parallel > 1
+            and (self.card.attention == "gqa" or farthest_link(self.host, placed[0][0].members) != "NV"),
             unproven=unproven_reason(self.card, layout, self.version),
         )
 

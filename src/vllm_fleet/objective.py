@@ -29,6 +29,9 @@ class Candidate:
     requests: int  # of those, each replica's share while the host is whole
     estimates: tuple[Mapping[str, Any] | None, ...]  # tokens per second, one per group
     whole_context: int  # what the model was made for
+    # Data parallel attention that repeats key-value heads, which tensor parallel ranks share out, or that would
+    # exchange every token over PCIe: it has been shown for latent attention over NVLink only.
+    poor_data_parallel: bool
     unproven: Rejection | None
 
     @property
@@ -73,9 +76,9 @@ class Candidate:
 def rank(candidates: list[Candidate], objective: str, expected_concurrency: int) -> list[Candidate]:
     """Order candidates, best first.
 
-    What nobody has run, what idles by design (pipeline stages at low depth, replicated attention) and what leaves no
-    room for a request of ordinary length always come last; groups that leave their NUMA node without NVLink come after
-    those that do not. Among equals:
+    What nobody has run, what idles by design (pipeline stages at low depth, poor data parallel) and what leaves
+    no room for a request of ordinary length always come last; groups that leave their NUMA node without NVLink come
+    after those that do not. Among equals:
 
     - throughput: the most tokens per second that the roofline (speed.py) expects of all replicas at the expected
       concurrency, as far as their KV cache holds it.
@@ -88,7 +91,7 @@ def rank(candidates: list[Candidate], objective: str, expected_concurrency: int)
     wanted = expected_concurrency * TYPICAL_REQUEST_TOKENS
 
     def last(c: Candidate) -> tuple[Any, ...]:
-        return (c.unproven is not None, c.layout.pipeline_parallel, c.layout.data_parallel > 1, c.cramped)
+        return (c.unproven is not None, c.layout.pipeline_parallel, c.poor_data_parallel, c.cramped)
 
     def near(c: Candidate) -> tuple[Any, ...]:
         return (*last(c), c.spanning_share)
@@ -97,7 +100,8 @@ def rank(candidates: list[Candidate], objective: str, expected_concurrency: int)
     best = max((_rate(c, objective) for c in candidates if near(c) == front), default=0.0)
 
     def key(c: Candidate) -> tuple[Any, ...]:
-        narrow = (c.layout.ranks, c.layout.decode_context_parallel, c.layout.expert_parallel, c.layout)
+        split = c.layout
+        narrow = (split.ranks, split.data_parallel, split.decode_context_parallel, split.expert_parallel, split)
         if objective == "context":
             return (*last(c), -c.max_model_len, -c.kv_cache_tokens, c.spanning_share, *narrow)
         if best == 0:
@@ -127,11 +131,14 @@ def why_not(candidate: Candidate, chosen: Candidate, objective: str, expected_co
             f"{layout.pipeline_parallel} stages wait for each other on every token; {chosen} has fewer.",
         ),
         (
-            layout.data_parallel > 1 and better.data_parallel == 1,
+            candidate.poor_data_parallel and not chosen.poor_data_parallel,
             "data_parallel",
             (
                 f"Every rank repeats attention and all its key-value heads: {fit.kv_bytes_per_token:,} bytes per token "
                 f"and GPU, where {better} takes {best.kv_bytes_per_token:,}."
+                if fit.kv_bytes_per_token > best.kv_bytes_per_token
+                else "Every rank would exchange every token over PCIe for the experts; data parallel attention has "
+                "been shown over NVLink only."
             ),
         ),
         (
@@ -152,7 +159,9 @@ def why_not(candidate: Candidate, chosen: Candidate, objective: str, expected_co
             ),
         ),
         (
-            layout.expert_parallel and not better.expert_parallel and layout.ranks == better.ranks,
+            layout.expert_parallel
+            and not better.expert_parallel
+            and (layout.ranks, layout.data_parallel) == (better.ranks, better.data_parallel),
             "expert_parallel",
             f"{better} already cuts experts into whole blocks; keeping them whole makes the ranks' load uneven.",
         ),

@@ -172,6 +172,15 @@ def _attention(
             "Every public number of this model's attention on compute capability 12 comes from forks of vLLM: run the "
             f"checks before you rely on it. {OPEN_REPORTS_ON_WORKSTATIONS[card.attention]}"
         )
+    if layout.data_parallel > 1 and card.attention != "gqa":
+        result.reasons.append(
+            f"Attention runs data parallel in {layout.data_parallel} groups: tensor parallel ranks would all keep the "
+            "same compressed cache, while each group keeps its own requests."
+        )
+        result.warnings.append(
+            f"{layout} is the roofline's choice at this concurrency; no measurement of this model split so is known. "
+            "Measure it against the plain split before you rely on the difference."
+        )
     if layout.decode_context_parallel > 1:
         result.reasons.append(
             f"Decode context parallel {layout.decode_context_parallel}: each rank keeps that share of the tokens "

@@ -75,7 +75,8 @@ def decode_step_seconds(
     launches = layers * (_LAYER_SECONDS + (_SPARSE_LAYER_SECONDS if card.attention == "dsa" else 0))
     arithmetic = requests * _flops_per_token(card, context) / layout.ranks / _arithmetic(place)
     # Stages take turns: each reads its share, and a token passes all of them.
-    return read * layout.pipeline_parallel / bandwidth + launches + arithmetic + _reduce(card, layout, place, own)
+    exchanges = _exchange(card, layout, place, requests)
+    return read * layout.pipeline_parallel / bandwidth + launches + arithmetic + exchanges
 
 
 def tokens_per_second(
@@ -89,9 +90,9 @@ def prefill_tokens_per_second(card: Card, layout: Layout, place: Place, tokens: 
     """Prompt tokens that a replica reads per second, in steps of so many."""
     arithmetic = tokens * _flops_per_token(card, tokens // 2) / layout.ranks / _arithmetic(place)
     read = _weights_read(card, layout, tokens) / (place.rates.memory_gb_s * 1e9 * _BANDWIDTH_SHARE)
-    own = math.ceil(tokens / layout.data_parallel)
     launches = card.shape.num_hidden_layers * _LAYER_SECONDS
-    return tokens / (max(arithmetic, read * layout.pipeline_parallel) + launches + _reduce(card, layout, place, own))
+    exchanges = _exchange(card, layout, place, tokens)
+    return tokens / (max(arithmetic, read * layout.pipeline_parallel) + launches + exchanges)
 
 
 def all_reduce_bytes_per_token(card: Card) -> int:
@@ -169,15 +170,25 @@ def _arithmetic(place: Place) -> float:
     return place.rates.bf16_tflops * 1e12 * _ARITHMETIC_SHARE
 
 
-def _reduce(card: Card, layout: Layout, place: Place, tokens: int) -> float:
-    """All all-reduces of a step, and the exchanges that context and data parallelism add."""
-    ranks = layout.ranks // layout.pipeline_parallel
-    if ranks == 1:
-        return 0.0
+def _exchange(card: Card, layout: Layout, place: Place, tokens: int) -> float:
+    """What the ranks of a replica exchange in a step of so many tokens.
+
+    Tensor parallel ranks reduce after attention and after the feed-forward part, and once more where they spread the
+    cache. Data parallel ranks compute attention apart, then gather everyone's tokens for the experts and scatter the
+    sums back, which sends as much as one all-reduce among all.
+    """
+    layers, tp, dp = card.shape.num_hidden_layers, layout.tensor_parallel, layout.data_parallel
+    own = math.ceil(tokens / dp)
+    per_layer = (2 if dp == 1 else 1) + (layout.decode_context_parallel > 1)
+    among_few = per_layer * _all_reduce(card, place, tp, own) if tp > 1 else 0.0
+    among_all = _all_reduce(card, place, tp * dp, tokens) if dp > 1 else 0.0
+    return layers * (among_few + among_all)
+
+
+def _all_reduce(card: Card, place: Place, ranks: int, tokens: int) -> float:
+    """One of them."""
     latency, bandwidth = _ALL_REDUCE[place.link]
     message = tokens * card.shape.hidden_size * memory.BF16_BYTES
     one = latency + message * 2 * (ranks - 1) / ranks / bandwidth
-    if place.link != "NV" and ranks > CUSTOM_ALL_REDUCE_PCIE_RANKS and message > _NCCL_LARGE_BYTES:
-        one += _NCCL_LARGE_SECONDS
-    per_layer = 2 if layout.decode_context_parallel == 1 else 3
-    return card.shape.num_hidden_layers * per_layer * one
+    through_nccl = place.link != "NV" and ranks > CUSTOM_ALL_REDUCE_PCIE_RANKS
+    return one + _NCCL_LARGE_SECONDS if through_nccl and message > _NCCL_LARGE_BYTES else one

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fleet import gallery
+from vllm_fleet import catalog, gallery, whatif
+from vllm_fleet.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 # The Python of an environment with the pinned engine; its CPU build has the same command line.
@@ -42,7 +43,13 @@ def test_no_plan_is_refused_for_want_of_a_reason() -> None:
 
 @pytest.mark.skipif(ENGINE_PYTHON is None, reason="VLLM_ENGINE_PYTHON names no Python with the engine")
 def test_the_engine_accepts_every_command_line() -> None:
-    lists = {tuple(r["args"]) for entry in shown() if entry.plan for r in entry.plan["replicas"]}
+    plans = [entry.plan for entry in shown() if entry.plan]
+    # Two kinds of split that no cell of the page has: data parallel attention, and stages.
+    many = {"expected_concurrency": 256}
+    plans.append(make_plan(whatif.host("8x H200"), catalog.read_card("deepseek_v3_2"), many).to_dict())
+    plans.append(make_plan(whatif.host("3x RTX PRO 6000"), catalog.read_card("minimax_m2_5"), {}).to_dict())
+    lists = {tuple(replica["args"]) for plan in plans for replica in plan["replicas"]}
+    assert {"--data-parallel-size", "--pipeline-parallel-size"} <= {argument for each in lists for argument in each}
     answer = subprocess.run(
         [str(ENGINE_PYTHON), ROOT / "tests" / "engine" / "accepts_arguments.py"],
         input=json.dumps(sorted(lists)),

@@ -531,6 +531,23 @@ def test_context_spreads_the_tokens_of_latent_attention_over_the_ranks() -> None
     assert wide["expected"]["kv_cache_tokens"] == 8 * plain["expected"]["kv_cache_tokens"]
 
 
+def test_latent_attention_goes_data_parallel_once_its_repeated_cache_costs_more() -> None:
+    """DeepSeek-V3.2 on eight H200: one TP8 for 64 requests; for 256 each half reads only its own half of the cache."""
+    card = catalog.read_card("deepseek_v3_2")
+    assert shape(planned(nvlink(8, H200), card)) == (8, False, 1)
+    plan = planned(nvlink(8, H200), card, expected_concurrency=256)
+    assert plan["layout"]["data_parallel"] > 1
+    assert plan["layout"]["expert_parallel"]
+    assert flag(plan["replicas"][0], "--data-parallel-size") == str(plan["layout"]["data_parallel"])
+    assert any("no measurement of this model split so" in warning for warning in plan["warnings"])
+
+
+def test_grouped_heads_are_not_repeated_for_data_parallel_ranks() -> None:
+    plan = planned(nvlink(8, H200), expected_concurrency=1024)
+    assert plan["layout"]["data_parallel"] == 1
+    assert why_not(plan, Layout(data_parallel=8, expert_parallel=True))[0] == "data_parallel"
+
+
 def test_a_cramped_replica_on_one_node_loses_to_a_roomy_one_across_both() -> None:
     """GLM-4.7-FP8 leaves 2.5 GiB on each of four GPUs, 28,000 tokens; on eight it has its whole context."""
     plan = planned(REFERENCE, catalog.read_card("glm_4_7_fp8"))
