@@ -5,16 +5,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_fleet import memory
-from vllm_fleet.catalog import Card
+from vllm_fleet import memory, speed
+from vllm_fleet.catalog import Card, Speculative
 from vllm_fleet.layout import Layout, enumerate_layouts
-from vllm_fleet.memory import Footprint
-from vllm_fleet.options import Options
-from vllm_fleet.placement import Group, Pin, pin
+from vllm_fleet.memory import Footprint, Step
+from vllm_fleet.options import Options, parse_version
+from vllm_fleet.placement import Group, Pin, farthest_link, pin
 from vllm_fleet.target.gpu_topology import format_ranges, parse_ranges
 from vllm_fleet.topology import Gpu, Topology
 
 OLDEST_COMPUTE_CAPABILITY = (7, 5)
+# What a model asks of a GPU (vllm/platforms/cuda.py, and the backends that it names): BF16 and the weight-only kernels
+# of every quantization, a KV cache in FP8, and kernels of sparse attention.
+BF16_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+SPARSE_ATTENTION_GENERATIONS = (9, 10, 12)
+BLACKWELL_WORKSTATION = 12  # compute capability 12.x: RTX PRO 6000, RTX 50
 # Host memory a GPU rank needs beside the page cache of the weights: pinned buffers, Python, CUDA's host side.
 HOST_GIB_PER_RANK = 8.0
 
@@ -48,6 +54,15 @@ class Accelerator(Protocol):
     def fraction(self, layout: Layout, member: int) -> float | None:
         """`gpu_memory_utilization`, where the engine goes by it."""
 
+    def kv_cache_dtype(self, member: int) -> str:
+        """Element type of the KV cache on this GPU."""
+
+    def speculative(self, layout: Layout) -> Speculative | None:
+        """How the model drafts its next tokens in this layout, if it does."""
+
+    def estimate(self, layout: Layout, group: Group, requests: int) -> dict[str, Any] | None:
+        """Tokens per second of a replica, where the GPU's rates are known."""
+
     def pin(self, group: Group, fit: Footprint) -> Pin:
         """CPUs and memory policy of a group."""
 
@@ -58,6 +73,7 @@ class Cuda:
 
     host: Topology
     card: Card
+    options: Options
     max_num_batched_tokens: int = 8192
     compile_seconds: int = 120
 
@@ -69,7 +85,7 @@ class Cuda:
         return gpu.kind
 
     def unusable(self, gpu: Gpu) -> str | None:
-        """MIG, errors, unknown or shared memory, too old."""
+        """MIG, errors, unknown or shared memory, too old for CUDA or for this model."""
         reason = None
         if gpu.mig_enabled:
             reason = (
@@ -84,7 +100,20 @@ class Cuda:
             reason = "its memory size is unknown, so it cannot be divided; the probe's problems say why"
         elif gpu.generation is not None and gpu.generation < OLDEST_COMPUTE_CAPABILITY:
             reason = f"its compute capability {gpu.compute_capability} is older than 7.5, which CUDA 13 needs"
+        elif gpu.generation is not None:
+            reason = self._unsupported(gpu.generation)
         return reason
+
+    def _unsupported(self, generation: tuple[int, int]) -> str | None:
+        """Why this model has no kernels on GPUs of this generation, as the end of a sentence."""
+        has = f"has compute capability {generation[0]}.{generation[1]}"
+        if generation < BF16_CAPABILITY:
+            return f"it {has}, and {self.card.id} computes in BF16, which needs 8.0"
+        if generation < FP8_CAPABILITY and self.card.engine.kv_cache_dtype.startswith("fp8"):
+            return f"it {has}, and the card's FP8 KV cache needs 8.9"
+        if self.card.attention == "dsa" and generation[0] not in SPARSE_ATTENTION_GENERATIONS:
+            return f"it {has}, and vLLM has sparse attention for 9.x, 10.x and 12.x only"
+        return None
 
     def layouts(self, most_ranks: int) -> Iterable[Layout]:
         """Every split of the model over so many GPUs."""
@@ -92,11 +121,32 @@ class Cuda:
 
     def footprint(self, layout: Layout, member: int, max_num_seqs: int) -> Footprint:
         """A share of the GPU's memory by `gpu_memory_utilization`."""
-        overhead = memory.overhead_gib(
-            self.card, layout, max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=max_num_seqs
+        step = Step(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.card.shape.max_position_embeddings,
+            version=parse_version(self.options.vllm_version),
         )
-        budget = self._total_gib(member) * self.fraction(layout, member)
-        return memory.footprint(self.card, layout, budget_gib=budget, overhead=overhead)
+        return memory.footprint(
+            self.card,
+            layout,
+            budget_gib=self._total_gib(member) * self.fraction(layout, member),
+            overhead=memory.overhead_gib(self.card, layout, step),
+            kv_cache_dtype=self.kv_cache_dtype(member),
+            speculative=self.speculative(layout) is not None,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def kv_cache_dtype(self, member: int) -> str:
+        """The card's; sparse attention on 12.x knows FP8 only (FLASHINFER_MLA_SPARSE_SM120)."""
+        wanted, generation = self.card.engine.kv_cache_dtype, self.host.gpus[member].generation
+        workstation = generation is not None and generation[0] == BLACKWELL_WORKSTATION
+        return "fp8" if wanted == "auto" and self.card.attention == "dsa" and workstation else wanted
+
+    def speculative(self, layout: Layout) -> Speculative | None:
+        """For latency, where the checkpoint has the weights, and neither stages nor a spread cache are in the way."""
+        wanted = self.options.objective == "latency" and layout.decode_context_parallel == layout.pipeline_parallel == 1
+        return self.card.speculative if wanted else None
 
     def supply(self, layout: Layout, member: int) -> str:
         """The fraction and what it is of."""
@@ -106,6 +156,14 @@ class Cuda:
     def fraction(self, layout: Layout, member: int) -> float:
         """`gpu_memory_utilization`, of what CUDA sees as the GPU's total."""
         return memory.memory_fraction(self._total_gib(member), layout, self.card.engine.max_gpu_memory_utilization)
+
+    def estimate(self, layout: Layout, group: Group, requests: int) -> dict[str, Any] | None:
+        """A roofline over the group's slowest link."""
+        rates = self.host.gpus[group.members[0]].rates
+        if rates is None:
+            return None
+        place = speed.place_of(rates, farthest_link(self.host, group.members))
+        return speed.estimate(self.card, layout, place, requests, self.kv_cache_dtype(group.members[0]))
 
     def pin(self, group: Group, fit: Footprint) -> Pin:  # noqa: ARG002  host memory does not follow from the GPU's
         """The group's NUMA node, with room for the page cache of the whole checkpoint."""
@@ -162,6 +220,18 @@ class Cpu:
 
     def fraction(self, layout: Layout, member: int) -> None:  # noqa: ARG002
         """The KV cache's size is given in GiB instead."""
+        return
+
+    def kv_cache_dtype(self, member: int) -> str:  # noqa: ARG002
+        """The card's."""
+        return self.card.engine.kv_cache_dtype
+
+    def speculative(self, layout: Layout) -> Speculative | None:  # noqa: ARG002
+        """Never."""
+        return None
+
+    def estimate(self, layout: Layout, group: Group, requests: int) -> None:  # noqa: ARG002
+        """Nothing is known of a CPU's speed."""
         return
 
     def pin(self, group: Group, fit: Footprint) -> Pin:

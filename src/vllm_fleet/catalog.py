@@ -12,8 +12,11 @@ SCHEMA = 1
 # The package is installed from the repository, whose models/ is the catalog.
 MODELS_DIR = Path(__file__).resolve().parents[2] / "models"
 
-ATTENTION_KINDS = ("gqa",)
-QUANTIZATION_METHODS = ("none", "fp8_block", "nvfp4")
+ATTENTION_KINDS = ("gqa", "mla", "dsa")
+QUANTIZATION_METHODS = ("none", "fp8_block", "fp8_channel", "nvfp4", "mxfp4", "int4")
+# Weights per scale, where the format fixes it.
+_FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+SPECULATIVE_METHODS = ("mtp",)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOP_KEYS = {
@@ -24,8 +27,12 @@ _SHAPE_KEYS = {
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim",
     "intermediate_size", "first_k_dense_replace", "num_experts", "num_experts_per_tok", "n_shared_experts",
     "moe_intermediate_size", "scoring_func", "use_routing_bias", "vocab_size", "max_position_embeddings",
-    "tie_word_embeddings",
+    "tie_word_embeddings", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "index_n_heads", "index_head_dim", "index_topk", "num_indexer_layers", "sliding_window", "num_sliding_layers",
+    "num_nextn_predict_layers",
 }  # fmt: skip
+_MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_DSA_KEYS = ["index_n_heads", "index_head_dim", "index_topk"]
 _ENGINE_KEYS = {
     "minimum_version", "tool_parser", "reasoning_parser", "chat_template", "trust_remote_code", "kv_cache_dtype",
     "max_gpu_memory_utilization", "args", "env",
@@ -51,6 +58,21 @@ class Shape:
     num_experts_per_tok: int
     n_shared_experts: int
     moe_intermediate_size: int
+    # Multi-head latent attention: keys and values of all heads are one compressed row per token.
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    # DeepSeek sparse attention: an indexer picks the tokens that attention reads.
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+    num_indexer_layers: int = 0  # layers with an indexer of their own
+    # Hybrids: these layers keep only the last `sliding_window` tokens.
+    sliding_window: int = 0
+    num_sliding_layers: int = 0
+    num_nextn_predict_layers: int = 0  # multi-token-prediction layers in the checkpoint, loaded only when asked for
 
     @property
     def num_moe_layers(self) -> int:
@@ -60,10 +82,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights are stored. `unconverted` names the modules that stay in BF16."""
+    """How the weights are stored. `unconverted` names the modules that stay in BF16.
+
+    Modules are `self_attn`, `indexer`, `mlp` (dense layers), `shared_experts` and `experts`; router, norms, embedding
+    and head are never converted.
+    """
 
     method: str
-    block: int | None  # FP8: side of a scale block; NVFP4: weights per scale
+    block: int | None  # block FP8: side of a scale block; four-bit formats: weights per scale
     unconverted: tuple[str, ...]
 
     def converts(self, module: str) -> bool:
@@ -87,12 +113,20 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class Speculative:
+    """How the model drafts its own next tokens, from weights that its checkpoint really has."""
+
+    method: str
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
 class Card:
     """One model."""
 
     name: str
     id: str
-    revision: str
+    revision: str | None  # None: nobody has stated a commit; a plan can be made, a deployment cannot
     architecture: str
     attention: str
     lab: bool
@@ -100,6 +134,7 @@ class Card:
     quantization: Quantization
     checkpoint_gib: float
     engine: Engine
+    speculative: Speculative | None = None
 
     @property
     def served_name(self) -> str:
@@ -123,8 +158,12 @@ class Card:
             check.fail("schema", f"is {card.get('schema')!r}", f"write `schema: {SCHEMA}`")
         lab = check.optional(card, "lab", bool, default=False)
         model_id = check.required(card, "id", str)
-        revision = check.required(card, "revision", str)
-        if not lab and not _COMMIT.fullmatch(revision):
+        if "revision" not in card:
+            check.fail(
+                "revision", "is missing", "give the commit, or write `revision: null` while nobody has stated it"
+            )
+        revision = check.optional(card, "revision", str)
+        if not lab and revision is not None and not _COMMIT.fullmatch(revision):
             check.fail(
                 "revision",
                 f"is {revision!r}",
@@ -146,10 +185,11 @@ class Card:
             architecture=check.required(card, "architecture", str),
             attention=attention,
             lab=lab,
-            shape=_shape(check, check.required(card, "shape", Mapping)),
+            shape=_shape(check, check.required(card, "shape", Mapping), attention),
             quantization=_quantization(check, check.required(card, "quantization", Mapping)),
             checkpoint_gib=check.number(card, "checkpoint_gib"),
             engine=_engine(check, check.required(card, "engine", Mapping)),
+            speculative=_speculative(check, card),
         )
 
 
@@ -251,18 +291,28 @@ class _Checker:
         return float(data[key])
 
 
-def _shape(check: _Checker, data: Mapping[str, Any]) -> Shape:
+def _shape(check: _Checker, data: Mapping[str, Any], attention: str) -> Shape:
     shape = check.mapping(data, "shape", _SHAPE_KEYS)
-    numbers = {
-        key: check.count(shape, key, "shape")
-        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-                    "vocab_size", "max_position_embeddings")
-    }  # fmt: skip
-    extra = {
-        key: check.count(shape, key, "shape", default=0)
-        for key in ("intermediate_size", "first_k_dense_replace", "num_experts", "num_experts_per_tok",
-                    "n_shared_experts", "moe_intermediate_size")
-    }  # fmt: skip
+    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"]
+    needed += ["num_key_value_heads", "head_dim"] if attention == "gqa" else list(_MLA_KEYS)
+    needed += _DSA_KEYS if attention == "dsa" else []
+    optional = ["intermediate_size", "first_k_dense_replace", "num_experts", "num_experts_per_tok", "n_shared_experts",
+                "moe_intermediate_size", "q_lora_rank", "num_indexer_layers", "sliding_window", "num_sliding_layers",
+                "num_nextn_predict_layers"]  # fmt: skip
+    numbers = {key: check.count(shape, key, "shape") for key in needed}
+    extra = {key: check.count(shape, key, "shape", default=0) for key in optional}
+    if attention != "gqa":
+        # Compressed attention has one key-value row for all heads, of the compressed size.
+        numbers |= {"num_key_value_heads": 1, "head_dim": numbers["kv_lora_rank"] + numbers["qk_rope_head_dim"]}
+    if attention == "dsa" and not extra["num_indexer_layers"]:
+        extra["num_indexer_layers"] = numbers["num_hidden_layers"]
+    sliding, layers = extra["num_sliding_layers"], numbers["num_hidden_layers"]
+    if sliding and (not extra["sliding_window"] or sliding >= layers or sliding % (layers - sliding)):
+        check.fail(
+            "shape.num_sliding_layers",
+            f"is {sliding} of {layers} layers with a window of {extra['sliding_window']}",
+            "give sliding_window too, and a multiple of the layers that attend in full, as the engine groups them",
+        )
     if numbers["num_attention_heads"] % numbers["num_key_value_heads"]:
         check.fail(
             "shape.num_key_value_heads",
@@ -288,6 +338,17 @@ def _shape(check: _Checker, data: Mapping[str, Any]) -> Shape:
     return Shape(**numbers, **extra, tie_word_embeddings=check.required(shape, "tie_word_embeddings", bool, "shape"))
 
 
+def _speculative(check: _Checker, card: Mapping[str, Any]) -> Speculative | None:
+    if card["speculative"] is None:
+        return None
+    keys = {"method", "num_speculative_tokens"}
+    data = check.mapping(check.required(card, "speculative", Mapping), "speculative", keys)
+    method = check.choice(data, "method", SPECULATIVE_METHODS, "speculative")
+    if not card["shape"].get("num_nextn_predict_layers"):
+        check.fail("speculative.method", f"is {method!r}", "it needs shape.num_nextn_predict_layers in the checkpoint")
+    return Speculative(method, check.count(data, "num_speculative_tokens", "speculative"))
+
+
 def _quantization(check: _Checker, data: Mapping[str, Any]) -> Quantization:
     data = check.mapping(data, "quantization", {"method", "block", "group", "unconverted"})
     method = check.choice(data, "method", QUANTIZATION_METHODS, "quantization")
@@ -297,8 +358,11 @@ def _quantization(check: _Checker, data: Mapping[str, Any]) -> Quantization:
         if len(sides) != 2 or sides[0] != sides[1] or not isinstance(sides[0], int) or sides[0] < 1:  # noqa: PLR2004
             check.fail("quantization.block", f"is {sides!r}", "give both sides of the square block, as in [128, 128]")
         block = sides[0]
-    elif method != "none":
+    elif method not in ("none", "fp8_channel"):
+        fixed = _FIXED_GROUPS.get(method)
         block = check.count(data, "group", "quantization")
+        if fixed not in (None, block):
+            check.fail("quantization.group", f"is {block}", f"{method} has one scale per {fixed} weights")
     return Quantization(method, block, tuple(check.optional(data, "unconverted", list, [], "quantization")))
 
 

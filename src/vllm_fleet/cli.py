@@ -7,10 +7,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from vllm_fleet import catalog, explain, topology
+from vllm_fleet import catalog, explain, topology, whatif
 from vllm_fleet.errors import BadInputError, PlanError
-from vllm_fleet.options import ACCELERATORS, OBJECTIVES
+from vllm_fleet.options import ACCELERATORS, OBJECTIVES, Options
 from vllm_fleet.plan import make_plan
 
 EXIT_BAD_INPUT = 2
@@ -48,27 +49,87 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="plan a model on a saved topology", description="Plan a model on a host.")
     plan.add_argument("--model", required=True, metavar="CARD", help="name of a card in models/, or its path")
-    plan.add_argument(
-        "--topology", required=True, metavar="FILE", help="gpu_topology as JSON, or a folder saved by capture.yml"
-    )
-    plan.add_argument("--models-dir", metavar="FOLDER", help="folder of the cards")
-    plan.add_argument("--format", choices=("text", "json"), default="text", help="how to print the plan")
-    for name, settings in _OPTION_FLAGS:
-        plan.add_argument(f"--{name.replace('_', '-')}", **settings)
+    _add_host_and_options(plan)
+    plan.add_argument("--format", choices=("text", "json", "html"), default="text", help="how to print the plan")
     plan.set_defaults(run=_plan)
+    suits = commands.add_parser(
+        "compare", help="plan several models on one host, side by side", description="Which model suits a host."
+    )
+    suits.add_argument("--model", action="append", metavar="CARD", help="a card, several times; all without it")
+    _add_host_and_options(suits)
+    suits.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+    suits.set_defaults(run=_compare)
+    new = commands.add_parser(
+        "card", help="draft a card from a config.json", description="Draft a card; what it could not know is on top."
+    )
+    new.add_argument(
+        "config", metavar="CONFIG_JSON", help="a model's config.json; hf_quant_config.json beside it counts"
+    )
+    new.add_argument("--id", metavar="OWNER/NAME", help="the model's repository on Hugging Face")
+    new.set_defaults(run=_card)
     show = commands.add_parser("topology", help="show a saved topology", description="Show a host's GPUs and links.")
     show.add_argument("topology", metavar="FILE", help="gpu_topology as JSON, or what capture.yml saved")
     show.add_argument("--format", choices=("text", "json", "svg", "html"), default="text", help="how to print it")
     show.add_argument("--name", default="", help="what to call the host in a picture")
     show.set_defaults(run=_topology)
+    compared = commands.add_parser(
+        "accuracy", help="compare predicted with reported memory", description="Predicted against reported memory."
+    )
+    compared.add_argument("reports", metavar="CSV", help="columns as in tests/fixtures/memory/memory_reports.csv")
+    compared.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+    compared.set_defaults(run=_accuracy)
     return parser
+
+
+def _add_host_and_options(command: argparse.ArgumentParser) -> None:
+    host = command.add_mutually_exclusive_group(required=True)
+    host.add_argument("--topology", metavar="FILE", help="gpu_topology as JSON, or a folder saved by capture.yml")
+    host.add_argument("--gpus", metavar="HOST", help="a host that nobody has probed, such as '8x H200'")
+    command.add_argument("--models-dir", metavar="FOLDER", help="folder of the cards")
+    for name, settings in _OPTION_FLAGS:
+        command.add_argument(f"--{name.replace('_', '-')}", **settings)
+
+
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    return whatif.host(arguments.gpus) if arguments.gpus else topology.read(arguments.topology)
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name, _ in _OPTION_FLAGS}
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     card = catalog.read_card(arguments.model, arguments.models_dir)
-    options = {name: getattr(arguments, name) for name, _ in _OPTION_FLAGS}
-    plan = make_plan(topology.read(arguments.topology), card, options).to_dict()
-    print(json.dumps(plan, indent=2) if arguments.format == "json" else explain.render(plan))
+    facts = _facts(arguments)
+    plan = make_plan(facts, card, _options(arguments)).to_dict()
+    if arguments.format == "html":
+        from vllm_fleet import page  # noqa: PLC0415  only this format needs it
+
+        print(page.render(plan, topology.Topology.from_dict(facts)))
+    else:
+        print(json.dumps(plan, indent=2) if arguments.format == "json" else explain.render(plan))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import compare  # noqa: PLC0415  only this command needs it
+
+    cards = [catalog.read_card(name, arguments.models_dir) for name in arguments.model or []]
+    if not arguments.model:
+        every = [catalog.read_card(name, arguments.models_dir) for name in catalog.known_cards(arguments.models_dir)]
+        cards = [card for card in every if not card.get("lab")]
+    facts, options = _facts(arguments), _options(arguments)
+    entries = compare.compare(facts, cards, options)
+    concurrency = Options.from_dict(options).expected_concurrency
+    host = topology.Topology.from_dict(facts)
+    print(json.dumps(entries, indent=2) if arguments.format == "json" else compare.render(host, entries, concurrency))
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import new_card  # noqa: PLC0415  only this command needs it
+
+    print(new_card.render(*new_card.draft(arguments.config, arguments.id)), end="")
     return 0
 
 
@@ -84,6 +145,14 @@ def _topology(arguments: argparse.Namespace) -> int:
         "html": lambda: draw.html_page(facts, arguments.name),
     }
     print(printed[arguments.format]())
+    return 0
+
+
+def _accuracy(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import accuracy  # noqa: PLC0415  only this command needs statistics and CSV
+
+    result = accuracy.measure(arguments.reports)
+    print(json.dumps(result, indent=2) if arguments.format == "json" else accuracy.render(result))
     return 0
 
 

@@ -1,8 +1,10 @@
 """Which layouts of a model this host can serve, and for each that it cannot, the rule and its numbers."""
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from vllm_fleet import memory
@@ -11,9 +13,9 @@ from vllm_fleet.catalog import Card
 from vllm_fleet.errors import BadInputError, NoFeasibleLayoutError
 from vllm_fleet.layout import Layout, Rejection, reject_by_blocks, reject_by_shape, unproven_reason
 from vllm_fleet.memory import Footprint
-from vllm_fleet.objective import Candidate
+from vllm_fleet.objective import TYPICAL_REQUEST_TOKENS, Candidate
 from vllm_fleet.options import OLDEST_VLLM_VERSION, Options, parse_version
-from vllm_fleet.placement import Group, form_groups, spans
+from vllm_fleet.placement import Group, farthest_link, form_groups, spans
 from vllm_fleet.topology import Topology
 
 # A replica that cannot hold one request of this length is no use to anyone; min_context overrides it.
@@ -21,6 +23,8 @@ LEAST_CONTEXT = 8192
 # Requests that run at once in one replica. The engine's own default is 1024, whose sampler warm-up costs GiBs.
 DEFAULT_MAX_NUM_SEQS = 128
 MOST_MAX_NUM_SEQS = 1024
+# Names that `list_registered()` gave, by version.
+PARSERS = Path(__file__).with_name("parsers.json")
 HYPOTHETICAL_RANKS = 64  # how far a refusal looks for what would fit
 
 
@@ -69,12 +73,27 @@ class Feasibility:
                 f"vLLM {version} is older than {needed}, which the card {self.card.name} needs. Set vllm_version to "
                 "that or a newer one."
             )
+        self._check_parsers()
         longest = self.card.shape.max_position_embeddings
         if self.context > longest:
             raise BadInputError(
                 f"min_context {self.context:,} is more than {self.card.id} was made for ({longest:,} tokens). Lower "
                 "min_context or choose another model."
             )
+
+    def _check_parsers(self) -> None:
+        """Refuse parser names that this engine does not have; a version whose names are not known is not checked."""
+        version, engine = self.options.vllm_version, self.card.engine
+        known = json.loads(PARSERS.read_text(encoding="utf-8")).get(version)
+        for kind, name in (("tool", engine.tool_parser), ("reasoning", engine.reasoning_parser)):
+            if known and name and name not in known[kind]:
+                from difflib import get_close_matches  # noqa: PLC0415  only a wrong name needs it
+
+                close = get_close_matches(name, known[kind], n=3, cutoff=0.4)
+                raise BadInputError(
+                    f"vLLM {version} has no {kind} parser {name!r}, which the card {self.card.name} names in "
+                    f"engine.{kind}_parser. Closest: {', '.join(close) or 'none'}."
+                )
 
     def fleets(self) -> tuple[list[Fleet], list[str]]:
         """The host's GPUs by kind, most usable ones first, and a warning for each that is left out.
@@ -134,7 +153,8 @@ class Feasibility:
         if most == 0:
             reason = f"Fewer than {layout.ranks} GPUs are left with keep_free_gpus = {self.options.keep_free_gpus}."
             return Rejection(layout, "keep_free_gpus", reason)
-        max_num_seqs = self._max_num_seqs(most)
+        share = self._share(layout, fleets)
+        max_num_seqs = self._max_num_seqs(share)
         fits = [(group, self.accelerator.footprint(layout, group.members[0], max_num_seqs)) for group in groups]
         fitting = [(group, fit) for group, fit in fits if fit.kv_cache_tokens >= self.context]
         if not fitting:
@@ -147,8 +167,25 @@ class Feasibility:
             spanning=sum(spans(self.host, group.members) for group, _ in placed),
             max_model_len=min(self.card.shape.max_position_embeddings, *(fit.kv_cache_tokens for _, fit in placed)),
             max_num_seqs=max_num_seqs,
+            expected=self.options.expected_concurrency,
+            requests=share,
+            estimates=tuple(
+                # As many requests as the replica's cache and limit allow at once.
+                self.accelerator.estimate(
+                    layout, group, max(1, min(share, max_num_seqs, fit.kv_cache_tokens // TYPICAL_REQUEST_TOKENS))
+                )
+                for group, fit in placed
+            ),
+            whole_context=self.card.shape.max_position_embeddings,
+            poor_data_parallel=layout.data_parallel > 1
+            and (self.card.attention == "gqa" or farthest_link(self.host, placed[0][0].members) != "NV"),
             unproven=unproven_reason(self.card, layout, self.version),
         )
+
+    def _share(self, layout: Layout, fleets: list[Fleet]) -> int:
+        """Requests that each replica gets while the host is whole: a GPU taken away must not change the others."""
+        whole = sum(len(fleet.members) // layout.ranks for fleet in fleets)
+        return math.ceil(self.options.expected_concurrency / max(1, min(whole, self.options.max_replicas or whole)))
 
     def _most_replicas(self, layout: Layout, fleets: list[Fleet]) -> int:
         """How many replicas the inventory allows."""
@@ -156,8 +193,7 @@ class Feasibility:
         by_gpus = max(0, free) // layout.ranks
         return min(by_gpus, self.options.max_replicas or by_gpus)
 
-    def _max_num_seqs(self, replicas: int) -> int:
-        share = math.ceil(self.options.expected_concurrency / max(1, replicas))
+    def _max_num_seqs(self, share: int) -> int:
         return self.options.max_num_seqs or max(DEFAULT_MAX_NUM_SEQS, min(share, MOST_MAX_NUM_SEQS))
 
     def _shortage(self, layout: Layout, group: Group, fit: Footprint) -> str:
@@ -183,7 +219,29 @@ class Feasibility:
         plain = [r for r in rejected if r.layout.pipeline_parallel == r.layout.data_parallel == 1]
         closest = max(plain, key=lambda r: (r.rule == "memory", r.layout.ranks, not r.layout.expert_parallel))
         sentences += [f"The closest layout is {closest.layout}: {closest.reason}", self._what_would_fit(fleets)]
+        sentences += self._what_could_give()
         return NoFeasibleLayoutError(" ".join(sentences), reasons)
+
+    def _what_could_give(self) -> Iterator[str]:
+        """For each constraint of the inventory the nearest value with which this host would do, if any would."""
+        if self.options.min_context:
+            found = self._candidates_with(min_context=1)
+            if found:
+                longest = max(candidate.max_model_len for candidate in found)
+                yield f"Here min_context could be {longest:,} at most."
+        for kept in range(self.options.keep_free_gpus - 1, -1, -1):
+            if self._candidates_with(keep_free_gpus=kept):
+                yield f"With keep_free_gpus: {kept} it would fit."
+                break
+        if self.options.exclude_gpus and self._candidates_with(exclude_gpus=()):
+            yield "It would fit if exclude_gpus named no GPU."
+
+    def _candidates_with(self, **changed: Any) -> list[Candidate]:
+        relaxed = replace(self, options=replace(self.options, **changed))
+        try:
+            return relaxed.candidates(relaxed.fleets()[0])[0]
+        except NoFeasibleLayoutError:
+            return []
 
     def _what_would_fit(self, fleets: list[Fleet]) -> str:
         """The smallest number of this host's GPUs that would hold the model."""
@@ -192,7 +250,7 @@ class Feasibility:
             plain = layout.pipeline_parallel == layout.data_parallel == 1
             if not plain or reject_by_shape(self.card, layout) or reject_by_blocks(self.card, layout, self.version):
                 continue
-            fit = self.accelerator.footprint(layout, member, self._max_num_seqs(1))
+            fit = self.accelerator.footprint(layout, member, self._max_num_seqs(self.options.expected_concurrency))
             if fit.kv_cache_tokens >= self.context:
                 return (
                     f"What would fit: {layout.ranks} x {name} as {layout}, with {fit.weights_gib:.1f} GiB of weights "

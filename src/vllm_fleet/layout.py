@@ -41,10 +41,11 @@ class Layout:
         return asdict(self) | ({} if replicas is None else {"replicas": replicas})
 
     def __str__(self) -> str:
-        """The field's shorthand: TP4, TP8+EP, DP8+EP, TP4xPP2."""
+        """The field's shorthand: TP4, TP8+EP, DP8+EP, TP4xDP2+EP, TP4xPP2, TP8+DCP8."""
         widths = {"TP": self.tensor_parallel, "DP": self.data_parallel, "PP": self.pipeline_parallel}
         parts = [f"{name}{width}" for name, width in widths.items() if width > 1]
-        return "x".join(parts or ["TP1"]) + ("+EP" if self.expert_parallel else "")
+        context = f"+DCP{self.decode_context_parallel}" if self.decode_context_parallel > 1 else ""
+        return "x".join(parts or ["TP1"]) + ("+EP" if self.expert_parallel else "") + context
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,30 @@ def enumerate_layouts(card: Card, max_ranks: int) -> Iterator[Layout]:
     if max_ranks and max_ranks not in widths:
         widths.append(max_ranks)
     for ranks in widths:
-        yield Layout(tensor_parallel=ranks)
-        if ranks > 1 and card.shape.num_experts:
-            yield Layout(tensor_parallel=ranks, expert_parallel=True)
-            yield Layout(data_parallel=ranks, expert_parallel=True)
-        for stages in range(2, ranks + 1):
-            if ranks % stages == 0:
-                yield Layout(tensor_parallel=ranks // stages, pipeline_parallel=stages)
+        parts = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        experts = ranks > 1 and card.shape.num_experts > 0
+        for expert_parallel in (False, True)[: 1 + experts]:
+            for context in (1, *_context_parallel_sizes(card, ranks)):
+                yield Layout(ranks, expert_parallel, decode_context_parallel=context)
+        if experts:
+            yield from (Layout(ranks // n, expert_parallel=True, data_parallel=n) for n in parts)
+        yield from (Layout(ranks // stages, pipeline_parallel=stages) for stages in parts)
+
+
+def _context_parallel_sizes(card: Card, tensor_parallel: int) -> list[int]:
+    """How many ways the tokens of the KV cache can be spread over ranks that would otherwise hold the same heads.
+
+    Latent attention has one row for all heads, so all ranks repeat it; grouped-query attention repeats a head once
+    there are more ranks than heads (vllm/config/model.py checks the same).
+    """
+    shape = card.shape
+    copies = max(1, tensor_parallel // shape.num_key_value_heads)
+    group = shape.num_attention_heads // shape.num_key_value_heads
+    return [
+        size
+        for size in range(2, copies + 1)
+        if copies % size == 0 and (card.attention != "gqa" or group % size == 0) and not shape.num_sliding_layers
+    ]
 
 
 def reject_by_shape(card: Card, layout: Layout) -> Rejection | None:
@@ -142,7 +160,7 @@ def _sharded_widths(card: Card, layout: Layout) -> list[int]:
 
 def _block_conflict(card: Card, layout: Layout) -> Rejection | None:
     block, tp = card.quantization.block, layout.tensor_parallel
-    if block is None:
+    if block is None or card.quantization.method == "mxfp4":  # its kernels pad every shard to whole groups
         return None
     if card.quantization.method == "fp8_block":
         rule, what = "fp8_block_divisibility", f"the {block}-wide FP8 block"

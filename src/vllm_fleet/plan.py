@@ -48,11 +48,11 @@ class Replica:
     place: Pin
     bind_address: str
     settings: Settings
-    kv_cache_dtype: str
     args: tuple[str, ...]
     env: Mapping[str, str]
     footprint: Footprint
     kv_cache_tokens: int
+    estimate: Mapping[str, Any] | None
     start_seconds: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Replica:
             "max_model_len": settings.max_model_len,
             "max_num_seqs": settings.max_num_seqs,
             "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_cache_dtype": settings.kv_cache_dtype,
             "start_deadline_seconds": settings.ready_timeout_seconds + START_MARGIN_SECONDS,
             "stop_deadline_seconds": SHUTDOWN_TIMEOUT_SECONDS + STOP_MARGIN_SECONDS,
             "args": list(self.args),
@@ -84,7 +84,7 @@ class Replica:
                 "kv_cache_gib": round(fit.kv_cache_gib, 2),
                 "kv_cache_tokens": self.kv_cache_tokens,
                 "full_length_requests": math.floor(100 * self.kv_cache_tokens / settings.max_model_len) / 100,
-                "decode_tokens_per_second": None,
+                "decode_tokens_per_second": self.estimate,
                 "start_seconds": self.start_seconds,
             },
         }
@@ -142,7 +142,7 @@ def make_plan(topology: Mapping[str, Any], card: Mapping[str, Any], options: Map
     host = Topology.from_dict(topology)
     model = Card.from_dict(card)
     wanted = Options.from_dict(options or {})
-    accelerator: Accelerator = Cpu(host, model, wanted) if wanted.accelerator == "cpu" else Cuda(host, model)
+    accelerator: Accelerator = Cpu(host, model, wanted) if wanted.accelerator == "cpu" else Cuda(host, model, wanted)
     feasibility = Feasibility(host, model, wanted, accelerator)
 
     feasibility.check_request()
@@ -156,12 +156,12 @@ def make_plan(topology: Mapping[str, Any], card: Mapping[str, Any], options: Map
 
     builder = _Builder(host, model, wanted, accelerator, wanted.served_model_name or model.served_name)
     replicas = []
-    for group, fit in chosen.groups:
-        replica, reasons, warned = builder.replica(chosen, group, fit)
+    for (group, fit), estimate in zip(chosen.groups, chosen.estimates, strict=True):
+        replica, reasons, warned = builder.replica(chosen, group, fit, estimate)
         replicas.append((replica, reasons))
         warnings += [w for w in warned if w not in warnings]
     idle = sum(len(f.usable) for f in fleets) - chosen.replicas * chosen.layout.ranks - wanted.keep_free_gpus
-    warnings += builder.warnings(chosen, idle)
+    warnings += builder.warnings(chosen, idle, [fleet.name for fleet in fleets])
     engine_reasons = list(dict.fromkeys(reason for _, reasons in replicas for reason in reasons))
     return Plan(
         card=model,
@@ -189,7 +189,9 @@ class _Builder:
     accelerator: Accelerator
     served_name: str
 
-    def replica(self, chosen: Candidate, group: Group, fit: Footprint) -> tuple[Replica, list[str], list[str]]:
+    def replica(
+        self, chosen: Candidate, group: Group, fit: Footprint, estimate: Mapping[str, Any] | None
+    ) -> tuple[Replica, list[str], list[str]]:
         """One replica, the reasons behind its flags, and warnings."""
         place = self.accelerator.pin(group, fit)
         fraction = self.accelerator.fraction(chosen.layout, group.members[0])
@@ -197,13 +199,18 @@ class _Builder:
         start_seconds = reading + self.accelerator.compile_seconds
         settings = Settings(
             port=self.options.first_port + group.slot,
-            internal_port=INTERNAL_PORT_FIRST + INTERNAL_PORT_STRIDE * group.slot,
+            # Two models on one host differ in first_port, and so do their engines' own ports.
+            internal_port=INTERNAL_PORT_FIRST
+            + INTERNAL_PORT_STRIDE * group.slot
+            + (self.options.first_port - Options.first_port) % INTERNAL_PORT_STRIDE,
             served_name=self.served_name,
             gpu_memory_utilization=fraction,
             kv_cache_gib=round(fit.kv_cache_gib) if fraction is None else None,
             max_model_len=chosen.max_model_len,
             max_num_seqs=chosen.max_num_seqs,
             max_num_batched_tokens=self.accelerator.max_num_batched_tokens,
+            kv_cache_dtype=self.accelerator.kv_cache_dtype(group.members[0]),
+            speculative=self.accelerator.speculative(chosen.layout),
             ready_timeout_seconds=start_seconds + FIRST_START_EXTRA_SECONDS,
             cpus=place.cpus,
         )
@@ -218,16 +225,16 @@ class _Builder:
             place=place,
             bind_address=self.options.bind_address,
             settings=settings,
-            kv_cache_dtype=self.card.engine.kv_cache_dtype,
             args=tuple(command.args),
             env=command.env,
             footprint=fit,
             kv_cache_tokens=fit.kv_cache_tokens * chosen.layout.data_parallel,
+            estimate=estimate,
             start_seconds=start_seconds,
         )
         return replica, command.reasons, command.warnings
 
-    def warnings(self, chosen: Candidate, idle: int) -> list[str]:
+    def warnings(self, chosen: Candidate, idle: int, kinds: list[str]) -> list[str]:
         """What the reader of a plan must know before deploying it."""
         found = []
         planned = [self.host.gpus[m] for group, _ in chosen.groups for m in group.members]
@@ -237,13 +244,26 @@ class _Builder:
                 "a table: a plan to judge feasibility by, not to serve with."
             )
         if idle > 0 and not self.options.max_replicas:
-            found.append(f"{idle} usable GPU(s) stay idle: they do not make another {chosen.layout}.")
+            advice = (
+                f" The host mixes {', '.join(kinds)}: plan each kind apart, with the others in exclude_gpus and a "
+                "first_port of its own."
+            )
+            found.append(
+                f"{idle} usable GPU(s) stay idle: they do not make another {chosen.layout}."
+                f"{advice if len(kinds) > 1 else ''}"
+            )
         unreported = [gpu for gpu in planned if gpu.memory_reserved_mib is None]
         if unreported and self.options.accelerator == "cuda":
             guess = memory.reserved_mib(unreported[0].memory_total_mib or 0, None)
             found.append(
                 f"nvidia-smi did not report the memory it reserves; {guess} MiB per GPU are assumed, more than on any "
                 "card seen."
+            )
+        if self.card.revision is None:
+            found.append(
+                f"The card {self.card.name} pins no commit, since no source states one, and a deployment downloads "
+                f"pinned commits only. Review https://huggingface.co/{self.card.id}/commits/main and write the 40 hex "
+                "digits as `revision` into a copy of the card."
             )
         if chosen.unproven:
             found.append(chosen.unproven.reason)

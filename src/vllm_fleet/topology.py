@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_fleet.errors import BadInputError
-from vllm_fleet.gpus import GpuFacts, facts_for
+from vllm_fleet.gpus import GpuFacts, Rates, facts_for
 
 SCHEMA = 1
 DISK_READ_MIB_S_UNKNOWN = 500.0
@@ -52,6 +52,12 @@ class Gpu:
     def kind(self) -> tuple[str | None, str, str | None, int | None]:
         """What GPUs of one replica must share: PCI device, name, compute capability, memory."""
         return (self.pci_device, self.name, self.compute_capability, self.memory_total_mib)
+
+    @property
+    def rates(self) -> Rates | None:
+        """What its data sheet promises, where the model is known."""
+        known = facts_for(self.pci_device or "")
+        return known.rates if known else None
 
     @property
     def generation(self) -> tuple[int, int] | None:

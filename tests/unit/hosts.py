@@ -13,6 +13,8 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 # name, PCI device, compute capability, nvidia-smi's total and reserved in MiB
 Model = tuple[str, str, str, int, int | None]
 RTX_PRO_6000: Model = ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "10de:2bb5", "12.0", 97887, 636)
+H200: Model = ("NVIDIA H200", "10de:2335", "9.0", 143771, 616)
+A100: Model = ("NVIDIA A100-SXM4-80GB", "10de:20b2", "8.0", 81920, 500)
 H100: Model = ("NVIDIA H100 80GB HBM3", "10de:2330", "9.0", 81559, 479)
 
 

@@ -35,7 +35,7 @@ def test_m2_5_is_the_published_checkpoint() -> None:
 
 
 def test_unknown_card_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"no model card 'gpt9'.*lab_tiny_minimax_m2, minimax_m2_5"):
+    with pytest.raises(BadInputError, match=r"no model card 'gpt9'.*lab_tiny_minimax_m2.*minimax_m2_5"):
         catalog.read_card("gpt9")
     with pytest.raises(BadInputError, match="none"):
         catalog.read_card("gpt9", tmp_path)
@@ -75,7 +75,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("schema", 2, "write `schema: 1`"),
         ("id", ..., "add it"),
         ("revision", "main", "40 hex digits"),
-        ("attention", "mamba", "knows gqa"),
+        ("revision", ..., "revision: null"),
+        ("attention", "mamba", "knows gqa, mla, dsa"),
+        ("shape.num_sliding_layers", 31, "sliding_window"),
         ("shape.hidden_size", ..., "add it"),
         ("shape.hidden_size", "3072", "type int"),
         ("shape.hidden_size", 0, "positive"),
@@ -91,6 +93,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("engine.max_gpu_memory_utilization", 95, "between 0 and 1"),
         ("contract.tools", "yes", "type bool"),
         ("speculative", ..., "speculative: null"),
+        ("speculative", {"method": "mtp", "num_speculative_tokens": 3}, "shape.num_nextn_predict_layers"),
+        ("speculative", {"method": "ngram", "num_speculative_tokens": 3}, "knows mtp"),
         ("sources", {}, "where each number comes from"),
     ],
 )
@@ -98,7 +102,7 @@ def test_a_wrong_card_is_told_file_key_and_remedy(path: str, value: Any, remedy:
     with pytest.raises(BadInputError) as caught:
         catalog.Card.from_dict(changed(path, value), "models/mine.yml")
     message = str(caught.value)
-    assert message.startswith(f"models/mine.yml: `{path}` ")
+    assert message.startswith(f"models/mine.yml: `{path}")
     assert remedy in message
 
 
@@ -106,9 +110,16 @@ def test_a_wrong_card_is_told_file_key_and_remedy(path: str, value: Any, remedy:
     ("path", "value", "missing"),
     [
         ("shape.moe_intermediate_size", ..., "moe_intermediate_size"),
+        ("attention", "mla", r"shape\.kv_lora_rank"),
         ("shape.first_k_dense_replace", 3, "intermediate_size"),
     ],
 )
 def test_a_shape_that_needs_another_number_is_told_which(path: str, value: Any, missing: str) -> None:
     with pytest.raises(BadInputError, match=rf"models/mine\.yml: .*{missing}"):
         catalog.Card.from_dict(changed(path, value), "models/mine.yml")
+
+
+def test_a_group_that_the_format_does_not_have_is_told() -> None:
+    card = changed("quantization", {"method": "nvfp4", "group": 32, "unconverted": []})
+    with pytest.raises(BadInputError, match="one scale per 16"):
+        catalog.Card.from_dict(card)

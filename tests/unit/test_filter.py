@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,10 @@ def test_options_may_be_left_out() -> None:
     assert template("path | vllm_topology | vllm_plan('minimax_m2_5' | vllm_card)", path=REFERENCE)["schema"] == 1
 
 
-def test_cards_come_from_another_folder() -> None:
-    card = template("'llama_3_3_70b' | vllm_card(folder)", folder=str(FIXTURES / "cards"))
-    assert (card["name"], card["id"]) == ("llama_3_3_70b", "meta-llama/Llama-3.3-70B-Instruct")
+def test_cards_come_from_another_folder(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "models" / "llama_3_3_70b.yml", tmp_path / "mine.yml")
+    card = template("'mine' | vllm_card(folder)", folder=str(tmp_path))
+    assert (card["name"], card["id"]) == ("mine", "meta-llama/Llama-3.3-70B-Instruct")
 
 
 def test_a_plan_is_laid_out_in_lines() -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from hosts import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from vllm_fleet import catalog
 from vllm_fleet.layout import Layout, enumerate_layouts, reject_by_blocks, reject_by_shape, unproven_reason
 
 M2_5 = catalog.load("minimax_m2_5")
-NVFP4 = catalog.load(str(FIXTURES / "cards" / "minimax_m2_5_nvfp4.yml"))
+NVFP4 = catalog.load("minimax_m2_5_nvfp4")
 
 
 def shaped(**numbers: int) -> catalog.Card:
@@ -109,5 +108,5 @@ def test_enumeration_has_no_repeats_and_never_more_ranks_than_gpus(gpus: int) ->
 
 
 def test_dense_models_have_no_expert_parallel_layouts() -> None:
-    dense = catalog.load(str(FIXTURES / "cards" / "llama_3_3_70b.yml"))
+    dense = catalog.load("llama_3_3_70b")
     assert not any(layout.expert_parallel for layout in enumerate_layouts(dense, 8))
