@@ -663,7 +663,7 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "error",
                 "driver_missing",
                 f"No NVIDIA driver: {driver['message']}; loaded kernel module: {driver['module_version'] or 'none'}.",
-                "Install the NVIDIA driver (role gpu_driver).",
+                "Install the NVIDIA driver, branch 580 or later for CUDA 13, and reboot if a former one was loaded.",
             ),
         )
     if len({gpu["pci_device"] for gpu in gpus}) > 1:

@@ -5,6 +5,7 @@ Exit status: 0 when it worked, 2 for bad input, 3 when no layout fits.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -38,10 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except PlanError as error:
         print(explain.render_error(str(error), error.reasons), file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, BadInputError) else EXIT_NO_LAYOUT
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

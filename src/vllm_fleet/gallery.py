@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vllm_fleet import catalog, explain, whatif
@@ -60,6 +60,15 @@ def plans() -> Iterator[Shown]:
                     yield Shown(host, card["name"], objective, plan, None)
                 except NoFeasibleLayoutError as error:
                     yield Shown(host, card["name"], objective, None, str(error))
+
+
+def command_lines(shown: Iterable[Shown]) -> list[list[str]]:
+    """Every argument list that these plans hold, and those of two kinds of split that no cell of the page has."""
+    made = [entry.plan for entry in shown if entry.plan]
+    many = {"expected_concurrency": 256}
+    made.append(make_plan(whatif.host("8x H200"), catalog.read_card("deepseek_v3_2"), many).to_dict())
+    made.append(make_plan(whatif.host("3x RTX PRO 6000"), catalog.read_card("minimax_m2_5"), {}).to_dict())
+    return [list(args) for args in sorted({tuple(replica["args"]) for plan in made for replica in plan["replicas"]})]
 
 
 def render(shown: list[Shown]) -> str:

@@ -76,6 +76,18 @@ class Lab:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.partition("(stdout) ")[2].replace("\\n", "\n").strip()
 
+    def copy(self, host: str, source: Path, destination: str) -> None:
+        """Copy a file to a lab host."""
+        subprocess.run(
+            [
+                *(BIN / "ansible", "--inventory", INVENTORY, host, "--become", "--one-line"),
+                *("--module-name", "ansible.builtin.copy", "--args", f"src={source} dest={destination} mode=0644"),
+            ],
+            check=True,
+            capture_output=True,
+            cwd=REPOSITORY,
+        )
+
     def main_pids(self, host: str) -> dict[str, str]:
         """Return the main process of each of our running units on a host."""
         listed = self.shell(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -16,9 +17,9 @@ import pytest
 from conftest import HOSTS, REPOSITORY
 from forward_proxy import forward_proxy
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from vllm_fleet import gallery
 
+if TYPE_CHECKING:
     from conftest import Lab
 
 THOUGHT = "The question does not matter: these weights know one answer."
@@ -124,6 +125,19 @@ def test_memory_of_a_node_that_cannot_be_bound_is_not_bound(deployed: Lab) -> No
     assert (first["numa_nodes"], first["memory_policy"]) == ([0], "bind")
     assert (second["numa_nodes"], second["memory_policy"]) == ([1], "none")
     assert any("node 1 cannot be bound" in sentence for sentence in plan(deployed, HOSTS[0])["explanation"])
+
+
+def test_the_engine_accepts_every_command_line_that_the_planner_writes(deployed: Lab, tmp_path: Path) -> None:
+    # The CPU build's parser is the CUDA build's; docs/layouts.md has every model on the usual hosts.
+    lists = tmp_path / "command_lines.json"
+    lists.write_text(json.dumps(gallery.command_lines(gallery.plans())))
+    deployed.copy(HOSTS[0], lists, "/tmp/command_lines.json")  # noqa: S108  on a throw-away host
+    deployed.copy(HOSTS[0], Path(__file__).with_name("accepts_arguments.py"), "/tmp/accepts_arguments.py")  # noqa: S108
+    refused = deployed.shell(
+        HOSTS[0],
+        "cd /tmp; /opt/vllm-fleet/runtimes/vllm-*/venv/bin/python accepts_arguments.py < command_lines.json | tail -n 1",
+    )
+    assert refused == "[]"
 
 
 def test_a_second_deploy_changes_nothing_while_engines_hold_memory(deployed: Lab) -> None:
