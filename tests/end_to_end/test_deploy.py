@@ -135,7 +135,7 @@ def test_the_engine_accepts_every_command_line_that_the_planner_writes(deployed:
     deployed.copy(HOSTS[0], Path(__file__).with_name("accepts_arguments.py"), "/tmp/accepts_arguments.py")  # noqa: S108
     refused = deployed.shell(
         HOSTS[0],
-        "cd /tmp; /opt/vllm-fleet/runtimes/vllm-*/venv/bin/python accepts_arguments.py < command_lines.json | tail -n 1",
+        "cd /tmp; /opt/vllm-fleet/runtimes/vllm-*/venv/bin/python accepts_arguments.py <command_lines.json | tail -n 1",
     )
     assert refused == "[]"
 
