@@ -40,15 +40,6 @@ GPUS_PER_NODE = 4
 # Bus of each node's PCI root; its root ports follow, and the firmware numbers the buses below them in order.
 ROOT_BUSES = (0x40, 0x80)
 
-# RTX PRO 6000 Blackwell Server Edition: ids as in record q_rtxpro6000_server_gpu0 of the recorded nvidia-smi outputs.
-# QEMU's root ports end at PCIe generation 4, so the link trains below what the card can.
-GPU = {
-    "vendor": 0x10DE,
-    "device": 0x2BB5,
-    "class_code": 0x0302,
-    "subsystem": (0x10DE, 0x204E),
-    "link": (5, 4, 16),
-}
 # What nvidia-smi says there. The recorded matrix of eight such cards behind one root complex per node fits, and has no
 # affinity columns: the NUMA nodes must come from sysfs.
 HOST = replace(
@@ -62,7 +53,8 @@ HOST = replace(
 def machine() -> list[str]:
     """QEMU's command line, the GPUs aside."""
     cpus = sum(len(cpus) for cpus in NODE_CPUS)
-    kernel = f"root=/dev/vda rw quiet console=ttyS0 net.ifnames=0 isolcpus={ISOLATED_CPU}"
+    # No nouveau, as on a host that NVIDIA's driver was installed on.
+    kernel = f"root=/dev/vda rw quiet console=ttyS0 isolcpus={ISOLATED_CPU} modprobe.blacklist=nouveau"
     command = [
         *("qemu-system-x86_64", "-name", "vllm-fleet-numa-vm", "-nodefaults", "-no-user-config", "-display", "none"),
         *("-machine", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max"),
@@ -70,7 +62,8 @@ def machine() -> list[str]:
         *("-kernel", str(STATE / "vmlinuz"), "-initrd", str(STATE / "initrd.img"), "-append", kernel),
         *("-drive", f"if=none,id=disk,file={STATE / 'root.img'},format=raw,snapshot=on,cache=unsafe"),
         *("-device", "virtio-blk-pci,drive=disk,bus=pcie.0"),
-        *("-netdev", f"user,id=net,hostfwd=tcp:127.0.0.1:{SSH_PORT}-:22", "-device", "virtio-net-pci,netdev=net"),
+        *("-netdev", f"user,id=net,hostfwd=tcp:127.0.0.1:{SSH_PORT}-:22"),
+        *("-device", "virtio-net-pci,netdev=net,romfile="),
         *("-serial", f"file:{STATE / 'console.log'}"),
     ]
     for node, (node_cpus, root_bus) in enumerate(zip(NODE_CPUS, ROOT_BUSES, strict=True)):
@@ -87,16 +80,25 @@ def machine() -> list[str]:
     return [*command, "-numa", "dist,src=0,dst=1,val=21"]
 
 
+def gpu() -> PciDevice:
+    """An RTX PRO 6000 Blackwell Server Edition, by the ids in record q_rtxpro6000_server_gpu0 of the recorded outputs.
+
+    QEMU's root ports end at PCIe generation 4, so the link trains below what the card can.
+    """
+    return PciDevice(vendor=0x10DE, device=0x2BB5, class_code=0x0302, subsystem=(0x10DE, 0x204E), link=(5, 4, 16))
+
+
 def run() -> int:
     """Run the machine until it ends: QEMU, and the GPUs' config space in threads of this process."""
-    gpus = [PciDevice(**GPU) for _ in HOST.bus_ids]
+    gpus = [gpu() for _ in HOST.bus_ids]
+    sockets = [device.socket.fileno() for device in gpus]
     command = machine()
-    for slot, gpu in enumerate(gpus):
-        command += ["-device", f"x-pci-proxy-dev,bus=port{slot},fd={gpu.socket.fileno()}"]
-    with subprocess.Popen(command, pass_fds=[gpu.socket.fileno() for gpu in gpus]) as qemu:
+    for slot, descriptor in enumerate(sockets):
+        command += ["-device", f"x-pci-proxy-dev,bus=port{slot},fd={descriptor}"]
+    with subprocess.Popen(command, pass_fds=sockets) as qemu:
         signal.signal(signal.SIGTERM, lambda *_: qemu.terminate())
-        for gpu in gpus:
-            gpu.serve()
+        for device in gpus:
+            device.serve()
         return qemu.wait()
 
 

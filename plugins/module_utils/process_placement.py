@@ -1,7 +1,9 @@
-"""Where the kernel lets a process run and take memory, and why that is not what was asked. Standard library, Python 3.9.
+"""Where the kernel lets a process run and take memory, and why that is not what was asked.
 
 A unit file is a wish: a narrower slice, a cpuset, a CPU that went offline or the program itself can change what becomes
 of it, and nothing fails. So what counts is read back from the process.
+
+Standard library, Python 3.9.
 """
 
 from __future__ import annotations
@@ -11,6 +13,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from .gpu_topology import format_ranges, parse_ranges
+
+_CHANGED_LATER = (
+    "the program, or a tool that places processes, changed it after the start. Take such flags (--numa-bind) from the "
+    "card's arguments, and such tools from the host."
+)
 
 # How /proc/PID/numa_maps calls what NUMAPolicy= sets (the kernel's mm/mempolicy.c, policy_modes).
 _POLICY_NAMES = {"prefer": "preferred", "bind": "bind", "default": "none", "local": "none"}
@@ -69,10 +76,7 @@ def _cpu_differences(
             "--property=AllowedCPUs,EffectiveCPUs {1}`, and give that slice these CPUs."
         ).format(format_ranges(effective), unit.get("Slice") or "system.slice")
     else:
-        cause = (
-            "its control group does not limit it so, hence the program or a tool that places processes changed it after "
-            "the start. Take such flags (--numa-bind) from the card's arguments, and such tools from the host."
-        )
+        cause = _CHANGED_LATER
     return ["{0}: {1}".format(said, cause)]
 
 
@@ -82,7 +86,7 @@ def _memory_differences(asked: dict[str, Any], found: dict[str, Any], unit: dict
         return []
     wish = "{0} on node {1}".format(policy, format_ranges(nodes))
     if found["memory_policy"] is None:
-        return ["Its memory was to be {0}, and /proc/PID/numa_maps does not say what it is: read it as root.".format(wish)]
+        return ["Its memory was to be {0}, and its numa_maps in /proc cannot be read: do so as root.".format(wish)]
     said = "Its memory was to be {0} and is {1}".format(wish, found["memory_policy"])
     if found["numa_nodes"]:
         said += " on node {0}".format(format_ranges(found["numa_nodes"]))
@@ -93,10 +97,7 @@ def _memory_differences(asked: dict[str, Any], found: dict[str, Any], unit: dict
             "--property=AllowedMemoryNodes,EffectiveMemoryNodes {1}`."
         ).format(format_ranges(closed), unit.get("Slice") or "system.slice")
     else:
-        cause = (
-            "the program or a tool that places processes changed it after the start. Take such flags (--numa-bind) from "
-            "the card's arguments, and such tools from the host."
-        )
+        cause = _CHANGED_LATER
     return ["{0}: {1}".format(said, cause)]
 
 
