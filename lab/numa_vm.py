@@ -29,7 +29,7 @@ from pci_devices import PciDevice
 
 STATE = REPOSITORY / ".cache" / "lab" / "numa_vm"
 SSH_PORT = 22022
-BOOT_SECONDS = 300  # 20 to 60 on an idle machine
+BOOT_SECONDS = 300  # under a minute on an idle machine of two cores
 ATTEMPTS = 3  # QEMU died at once and without a word in one of 14 starts with such devices
 
 # CPU numbers alternate between the nodes, as on many two-socket servers, so that a node's list has holes.

@@ -59,22 +59,27 @@ def differences(
 def _cpu_differences(
     asked: dict[str, Any], found: dict[str, Any], unit: dict[str, str], online_cpus: Optional[str]
 ) -> list[str]:
-    wanted, got = _set(asked["cpus"]), _set(found["cpus"])
-    if not wanted or got == wanted:
+    wanted, got, effective = (_set(ranges) for ranges in (asked["cpus"], found["cpus"], unit.get("EffectiveCPUs")))
+    if not wanted or (got == wanted and effective in (set(), wanted)):
         return []
     said = "It was to run on CPUs {0} and may run on {1}".format(asked["cpus"], found["cpus"] or "an unknown set")
     offline = wanted - _set(online_cpus) if online_cpus else set()
-    effective = _set(unit.get("EffectiveCPUs"))
     if offline:
         cause = (
             "CPU {0} is offline, and was online when the host was probed. Deploy again to plan without it, or bring it "
             "back (echo 1 > /sys/devices/system/cpu/cpuN/online)."
         ).format(format_ranges(offline))
-    elif effective and effective != wanted:
+    elif wanted - effective and effective:
         cause = (
             "its control group gets {0}, because a slice above it allows no more. See `systemctl show "
-            "--property=AllowedCPUs,EffectiveCPUs {1}`, and give that slice these CPUs."
+            "--property=AllowedCPUs,EffectiveCPUs {1}`, and set AllowedCPUs= of that slice to what it may have: emptied, "
+            "it stays in force."
         ).format(format_ranges(effective), unit.get("Slice") or "system.slice")
+    elif effective - wanted:
+        cause = (
+            "its control group gets {0}, because a drop-in sets AllowedCPUs= anew. See `systemctl cat {1}`, and remove it "
+            "(systemctl revert {1})."
+        ).format(format_ranges(effective), unit["Id"])
     else:
         cause = _CHANGED_LATER
     return ["{0}: {1}".format(said, cause)]

@@ -78,6 +78,7 @@ def test_what_was_not_asked_for_is_no_difference() -> None:
     [
         ({"cpus": "0", "unit": {"EffectiveCPUs": "0"}}, "CPUs 1,3 and may run on 0", "EffectiveCPUs system.slice"),
         ({"cpus": "0-3"}, "CPUs 1,3 and may run on 0-3", "changed it after the start"),
+        ({"unit": {"EffectiveCPUs": "0-3"}}, "CPUs 1,3", "systemctl revert vllm-a-1.service"),
         ({"cpus": "0-3", "unit": {"EffectiveCPUs": ""}}, "may run on 0-3", "changed it after the start"),
         ({"cpus": None}, "may run on an unknown set", "changed it after the start"),
         ({"memory_policy": "none", "numa_nodes": []}, "bind on node 1 and is none", "changed it after the start"),
