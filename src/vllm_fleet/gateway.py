@@ -45,11 +45,14 @@ def backends(
     }
     models = {entry["model"] for entry in entries.values()}
     if len(models) > 1:
-        listed = "; ".join(f"{host} serves {entry['model']}" for host, entry in entries.items())
+        listed = "; ".join(
+            f"{host} serves {entry['model']}{'' if host in plans else ' (not reached in this run)'}"
+            for host, entry in entries.items()
+        )
         raise GatewayError(
             f"The gateway on {gateway_host} would balance over hosts that serve different models ({listed}). One "
-            "endpoint answers for one model: give the hosts of each model an inventory group and gateways of their "
-            "own, with model_gateway_serves naming the group."
+            "endpoint answers for one model. Where a host was not reached, include it in the run or take it out of the "
+            "inventory; hosts that are to serve another model need gateways of their own (model_gateway_serves)."
         )
     for host, entry in entries.items():
         for server in entry["servers"]:

@@ -65,14 +65,21 @@ class Options:
         for key in _TEXTS:
             if key in given and not (isinstance(given[key], str) and given[key].strip()):
                 raise BadInputError(f"Plan option {key} is {given[key]!r}; it must be a non-empty string.")
-        try:
-            ipaddress.ip_address(given.get("bind_address", "127.0.0.1"))
-        except ValueError:
-            raise BadInputError(
-                f"Plan option bind_address is {given['bind_address']!r}; it must be an IP address of the host."
-            ) from None
+        _check_bind_address(given.get("bind_address", "127.0.0.1"))
         parse_version(given.get("vllm_version", DEFAULT_VLLM_VERSION))
         return cls(**given)
+
+
+def _check_bind_address(text: str) -> None:
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_multicast:
+        raise BadInputError(
+            f"Plan option bind_address is {text!r}; it must be one IPv4 address of the host: 127.0.0.1, or its address "
+            "on the fleet network. Engines guard only part of their routes, so they never listen on all addresses."
+        )
 
 
 def parse_version(text: str) -> tuple[int, ...]:

@@ -245,8 +245,8 @@ class _Builder:
             )
         if idle > 0 and not self.options.max_replicas:
             advice = (
-                f" The host mixes {', '.join(kinds)}: plan each kind apart, with the others in exclude_gpus and a "
-                "first_port of its own."
+                f" The host mixes {', '.join(kinds)}, and one deploy serves one plan per host: choose which kind with "
+                "exclude_gpus."
             )
             found.append(
                 f"{idle} usable GPU(s) stay idle: they do not make another {chosen.layout}."

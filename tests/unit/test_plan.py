@@ -421,7 +421,9 @@ def test_served_model_name_names_units_too() -> None:
         ({"max_replicas": True}, "whole number"),
         ({"exclude_gpus": "3"}, "list"),
         ({"exclude_gpus": ["GPU-nope"]}, "no such GPU"),
-        ({"bind_address": "gpu-a"}, "IP address"),
+        ({"bind_address": "gpu-a"}, "IPv4 address"),
+        ({"bind_address": "0.0.0.0"}, "never listen on all addresses"),  # noqa: S104  refused, that is the test
+        ({"bind_address": "fd00::1"}, "IPv4 address"),
         ({"first_port": 80}, "whole number from 1024"),
         ({"served_model_name": " "}, "non-empty"),
     ],
@@ -612,7 +614,7 @@ def test_unlike_gpus_are_planned_apart() -> None:
     plan = planned(mixed)
     assert [r["gpu_indices"] for r in plan["replicas"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     uneven = host([RTX_PRO_6000] * 4 + [H100] * 2, [[0]] * 4 + [[1]] * 2, {})
-    assert any("exclude_gpus and a first_port of its own" in w for w in planned(uneven)["warnings"])
+    assert any("one deploy serves one plan per host" in w for w in planned(uneven)["warnings"])
 
 
 @pytest.mark.parametrize(("key", "name"), [("tool_parser", "minimax_m9"), ("reasoning_parser", "minimax_thinks")])
