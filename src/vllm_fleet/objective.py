@@ -76,14 +76,15 @@ class Candidate:
 def rank(candidates: list[Candidate], objective: str, expected_concurrency: int) -> list[Candidate]:
     """Order candidates, best first.
 
-    What nobody has run, what idles by design (pipeline stages at low depth, poor data parallel) and what leaves
-    no room for a request of ordinary length always come last; groups that leave their NUMA node without NVLink come
+    What nobody has run, what leaves no room for a request of ordinary length, and what idles by design (pipeline stages
+    at low depth, poor data parallel) come last, in this order; groups that leave their NUMA node without NVLink come
     after those that do not. Among equals:
 
     - throughput: the most tokens per second that the roofline (speed.py) expects of all replicas at the expected
       concurrency, as far as their KV cache holds it.
     - latency: the most tokens per second of one request alone.
-    - context: the longest context, then the most such requests at once, wherever the GPUs are.
+    - context: the longest context, however the model is split; of those with the same, the least idle, then the most
+      such requests at once, wherever the GPUs are.
 
     Estimates within 5 % are a tie, and the narrower groups win it. Where the GPU's rates are unknown the KV cache
     decides (throughput), or the width (latency).
@@ -91,7 +92,7 @@ def rank(candidates: list[Candidate], objective: str, expected_concurrency: int)
     wanted = expected_concurrency * TYPICAL_REQUEST_TOKENS
 
     def last(c: Candidate) -> tuple[Any, ...]:
-        return (c.unproven is not None, c.layout.pipeline_parallel, c.poor_data_parallel, c.cramped)
+        return (c.unproven is not None, c.cramped, c.layout.pipeline_parallel, c.poor_data_parallel)
 
     def near(c: Candidate) -> tuple[Any, ...]:
         return (*last(c), c.spanning_share)
@@ -103,7 +104,7 @@ def rank(candidates: list[Candidate], objective: str, expected_concurrency: int)
         split = c.layout
         narrow = (split.ranks, split.data_parallel, split.decode_context_parallel, split.expert_parallel, split)
         if objective == "context":
-            return (*last(c), -c.max_model_len, -c.kv_cache_tokens, c.spanning_share, *narrow)
+            return (c.unproven is not None, -c.max_model_len, *last(c), -c.kv_cache_tokens, c.spanning_share, *narrow)
         if best == 0:
             unknown = -c.layout.tensor_parallel if objective == "latency" else max(0, wanted - c.kv_cache_tokens)
             return (*near(c), unknown, *narrow)
@@ -126,7 +127,7 @@ def why_not(candidate: Candidate, chosen: Candidate, objective: str, expected_co
         return candidate.unproven
     reasons = (
         (
-            layout.pipeline_parallel > better.pipeline_parallel,
+            layout.pipeline_parallel > better.pipeline_parallel and candidate.max_model_len <= chosen.max_model_len,
             "pipeline_parallel",
             f"{layout.pipeline_parallel} stages wait for each other on every token; {chosen} has fewer.",
         ),
