@@ -72,13 +72,13 @@ def _cpu_differences(
     elif wanted - effective and effective:
         cause = (
             "its control group gets {0}, because a slice above it allows no more. See `systemctl show "
-            "--property=AllowedCPUs,EffectiveCPUs {1}`, and set AllowedCPUs= of that slice to what it may have: "
-            "emptied, it stays in force."
+            "--property=AllowedCPUs,EffectiveCPUs {1}`, and set that slice's AllowedCPUs= to a list with them: "
+            "emptied, the old one stays in force."
         ).format(format_ranges(effective), unit.get("Slice") or "system.slice")
     elif effective - wanted:
         cause = (
             "its control group gets {0}, because a drop-in sets AllowedCPUs= anew. See `systemctl cat {1}`, and remove "
-            "it (systemctl revert {1})."
+            "the drop-in (systemctl revert {1})."
         ).format(format_ranges(effective), unit["Id"])
     else:
         cause = _CHANGED_LATER
