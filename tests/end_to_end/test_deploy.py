@@ -47,6 +47,11 @@ def status(url: str, key: str | None = None, method: str = "GET") -> int:
         return error.code
 
 
+def inventory_keys(lab: Lab) -> list[str]:
+    variables = lab.variables(HOSTS[0])
+    return [variables["vllm_fleet_engine_key"], *variables["vllm_fleet_api_keys"].values()]
+
+
 def plan(lab: Lab, host: str) -> dict[str, Any]:
     return dict(json.loads(lab.shell(host, "cat /opt/vllm-fleet/current/plan.json | tr -d '\\n'")))
 
@@ -91,9 +96,7 @@ def test_the_gateway_refuses_strangers_and_unknown_paths(deployed: Lab) -> None:
 
 
 def test_no_key_shows_in_processes_units_journal_or_config(deployed: Lab) -> None:
-    variables = deployed.variables(HOSTS[0])
-    secrets = [variables["vllm_fleet_engine_key"], *variables["vllm_fleet_api_keys"].values()]
-    for secret in secrets:
+    for secret in inventory_keys(deployed):
         found = deployed.shell(
             HOSTS[0],
             # The pattern's brackets keep the search from finding itself.
@@ -198,6 +201,7 @@ WRONG = {
     "no_client_key": ({"vllm_fleet_api_keys": {}}, ["vllm_fleet_api_keys names no client key", "openssl rand -hex 32"]),
     "empty_client_key": ({"vllm_fleet_api_keys": {"alice": ""}}, ["Not usable in vllm_fleet_api_keys: alice"]),
     "no_engine_key": ({"vllm_fleet_engine_key": ""}, ["vllm_fleet_engine_key is not set", "openssl rand -hex 32"]),
+    "port_that_is_none": ({"model_gateway_port": "abc"}, ["abc"]),
     "old_engine": ({"vllm_plan_vllm_version": "0.20.2"}, ["0.20.2", "0.24"]),
     "engine_without_lock": ({"vllm_plan_vllm_version": "0.31.0"}, ["There is no lock for vLLM 0.31.0", "0.32.0-cpu"]),
 }
@@ -212,6 +216,7 @@ def test_wrong_input_is_named_before_anything_changes(deployed: Lab, name: str) 
     assert [words for words in expected if words not in run.paragraph] == []
     assert run.hosts("changed") == set()
     assert deployed.main_pids(HOSTS[0]) == before
+    assert [key for key in inventory_keys(deployed) if key in run.output] == []
 
 
 def test_a_taken_port_names_the_program_that_holds_it(deployed: Lab) -> None:
