@@ -422,6 +422,7 @@ def test_served_model_name_names_units_too() -> None:
         ({"exclude_gpus": "3"}, "list"),
         ({"exclude_gpus": ["GPU-nope"]}, "no such GPU"),
         ({"bind_address": "gpu-a"}, "IPv4 address"),
+        ({"served_model_name": 'my "model"'}, "letters, digits"),
         ({"bind_address": "0.0.0.0"}, "never listen on all addresses"),  # noqa: S104  refused, that is the test
         ({"bind_address": "fd00::1"}, "IPv4 address"),
         ({"first_port": 80}, "whole number from 1024"),
