@@ -68,8 +68,8 @@ class Options:
         name = given.get("served_model_name", "served")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]*", name):
             raise BadInputError(
-                f"Plan option served_model_name is {name!r}; it may hold letters, digits and . _ / : - only, since units "
-                "and gateways carry it."
+                f"Plan option served_model_name is {name!r}; it may hold letters, digits and . _ / : - only, since "
+                "units and gateways carry it."
             )
         _check_bind_address(given.get("bind_address", "127.0.0.1"))
         parse_version(given.get("vllm_version", DEFAULT_VLLM_VERSION))
