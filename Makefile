@@ -47,7 +47,7 @@ test-vm: ## Prove the pinning on a real kernel, in a virtual machine (minutes: i
 	molecule test --scenario-name numa_vm
 
 test-end-to-end: image ## Deploy as the README says, and send real requests
-	pytest tests/end_to_end
+	pytest -s tests/end_to_end # -s: the plays print as they run
 
 lock: setup ## Compile every lock anew (the only place where versions move)
 	scripts/lock
