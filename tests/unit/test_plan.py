@@ -406,8 +406,8 @@ def test_losing_a_gpu_of_the_first_replica_keeps_the_second_under_its_name() -> 
 
 
 def test_served_model_name_names_units_too() -> None:
-    replica = planned(REFERENCE, served_model_name="Coder v2")["replicas"][0]
-    assert (replica["name"], flag(replica, "--served-model-name")) == ("coder-v2-0", "Coder v2")
+    replica = planned(REFERENCE, served_model_name="Coder_v2")["replicas"][0]
+    assert (replica["name"], flag(replica, "--served-model-name")) == ("coder-v2-0", "Coder_v2")
 
 
 @pytest.mark.parametrize(
