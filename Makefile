@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: help setup image up down demo test lint test-unit test-molecule test-end-to-end test-vm lock clean
+.PHONY: help setup image up down demo test lint test-unit test-molecule test-end-to-end test-vm test-driver lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,17 +34,23 @@ lint: setup ## Check style, types, YAML, playbooks and shell
 	mypy
 	yamllint --strict .
 	ansible-lint
-	shellcheck scripts/clean scripts/lock scripts/setup lab/build_image lab/build_vm_image lab/podman_settings roles/*/files/with-engine-key .ci/run
+	shellcheck scripts/clean scripts/lock scripts/setup lab/build_image lab/build_nvidia_modules lab/build_vm_image lab/in_root lab/podman_settings roles/*/files/with-engine-key .ci/run
 
 test-unit: setup ## Run the unit tests
 	pytest
 
 test-molecule: image ## Run the molecule scenarios in lab hosts
-	molecule test --all --exclude numa_vm
+	molecule test --all --exclude numa_vm --exclude driver_vm
 
 test-vm: ## Prove the pinning on a real kernel, in a virtual machine (minutes: its CPUs are emulated)
 	@scripts/setup vm
 	molecule test --scenario-name numa_vm
+
+test-driver: ## Build NVIDIA's modules for real kernels, and install them in a virtual machine (some minutes)
+	@scripts/setup vm
+	@lab/build_nvidia_modules
+	pytest tests/kernel_modules
+	molecule test --scenario-name driver_vm
 
 test-end-to-end: image ## Deploy as the README says, and send real requests
 	pytest -s tests/end_to_end # -s: the plays print as they run

@@ -422,7 +422,9 @@ def _failed_build(host: _Host, module: str, version: str) -> tuple[Optional[str]
     path = f"/var/lib/dkms/{module}/{version}/build/make.log"
     log = host.text(path)
     release = re.match(r"DKMS .*make\.log for .* for kernel (\S+) \(", log)
-    error = re.search(r"^.*(?:\berror\b|\*\*\*|No such file|not found).*$", log, re.MULTILINE | re.IGNORECASE)
+    # The compiler's own words before make's, which only say that something failed.
+    patterns = (r"^.*\berror: .*$", r"^.*(?:No such file or directory|not found).*$", r"^make.*\*\*\*.*$")
+    error = next(filter(None, (re.search(pattern, log, re.MULTILINE | re.IGNORECASE) for pattern in patterns)), None)
     said = "its build failed{0}; see {1}".format(f" ({error[0].strip()[:200]})" if error else "", path)
     return (release[1] if release else None), said
 
