@@ -7,8 +7,8 @@ name: driver_plan
 short_description: Decide what to do about a host's NVIDIA driver
 version_added: "0.1.0"
 description:
-  - Takes what the module M(driver_facts) read and decides, by the support matrix of GPU generations, CUDA majors, kernels
-    and branches, what is to change on the host and what speaks against it.
+  - Takes what the module M(driver_facts) read and decides, by the support matrix of GPU generations, CUDA majors,
+    kernels and branches, what is to change on the host and what speaks against it.
   - A pure function. Called again with what the source has (C(candidates)) and what apt would do (C(transaction)), it
     gives exact versions and the whole table.
 positional: options

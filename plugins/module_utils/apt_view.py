@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from .driver_probe import is_driver_package
-from .kernel_modules import Run
+from .kernel_modules import Run  # noqa: TC001  (a plain import on every Python)
 
 __all__ = ["AptError", "AptView", "fingerprints", "parse_simulation", "unpack_keyring"]
 
@@ -146,9 +146,9 @@ class AptView:
         key = re.search(r"NO_PUBKEY (\S+)", "\n".join(said))
         if key:
             raise AptError(
-                f"The repository {addresses[0]} is signed with key {key[1]}, which the keyring does not hold: its owner "
-                "has changed the key. Give the new keyring (gpu_driver_keyring_url with its gpu_driver_keyring_checksum, "
-                "or gpu_driver_mirror_key). Nothing was changed."
+                f"The repository {addresses[0]} is signed with key {key[1]}, which the keyring does not hold: its "
+                "owner has changed the key. Give the new keyring (gpu_driver_keyring_url with its "
+                "gpu_driver_keyring_checksum, or gpu_driver_mirror_key). Nothing was changed."
             )
         if any("SHA1 is not considered secure" in line or "is not bound" in line for line in said):
             raise AptError(
@@ -160,7 +160,8 @@ class AptView:
         if failed or (code != 0 and not addresses):
             raise AptError(
                 f"The package lists of {addresses[0] if addresses else 'this host'} could not be fetched. Check the "
-                f"address, the network or proxy, and the key. Nothing was changed. apt says: {_words(failed or [error])}"
+                "address, the network or proxy, and the key. Nothing was changed. apt says: "
+                + _words(failed or [error])
             )
 
     def addresses(self, origins: Sequence[str] = ()) -> list[str]:
@@ -232,9 +233,9 @@ class AptView:
         if code != 0:
             said = [line for line in _TELLING.findall(output + "\n" + error) if not line.startswith("W:")]
             raise AptError(
-                "A package of this driver cannot be fetched, although the repository lists it: the branch was withdrawn, "
-                "or the mirror is incomplete. Choose another gpu_driver_version, or wait until the mirror is whole. "
-                f"Nothing was changed. apt says: {_words(said or [error])}"
+                "A package of this driver cannot be fetched, although the repository lists it: the branch was "
+                "withdrawn, or the mirror is incomplete. Choose another gpu_driver_version, or wait until the mirror "
+                f"is whole. Nothing was changed. apt says: {_words(said or [error])}"
             )
 
 
@@ -366,8 +367,8 @@ def conflicting_sources(repositories: Sequence[dict[str, Any]], repository: Repo
             continue
         if set(entry["uris"]) - own:
             raise AptError(
-                f"{entry['file']} names {', '.join(sorted(own & set(entry['uris'])))} beside other repositories, and apt "
-                "takes no address with two keys. Remove that line; the role adds the repository with its own key. "
+                f"{entry['file']} names {', '.join(sorted(own & set(entry['uris'])))} beside other repositories, and "
+                "apt takes no address with two keys. Remove that line; the role adds the repository with its own key. "
                 "Nothing was changed."
             )
         conflicting.append(entry["file"])

@@ -42,13 +42,13 @@ _LOCKS = (
 
 # Names of the driver's packages in NVIDIA's repositories, Debian and Ubuntu.
 _FAMILY = re.compile(
-    r"(?:lib)?nvidia-.+|libcuda1|libcudadebugger1|libnvcuvid1|libnvoptix1|libnvsdm|firmware-nvidia-.+|cuda-drivers(?:-.+)?"
-    r"|linux-(?:modules|objects|signatures)-nvidia-.+|xserver-xorg-video-nvidia(?:-.+)?"
+    r"(?:lib)?nvidia-.+|libcuda1|libcudadebugger1|libnvcuvid1|libnvoptix1|libnvsdm|firmware-nvidia-.+"
+    r"|cuda-drivers(?:-.+)?|linux-(?:modules|objects|signatures)-nvidia-.+|xserver-xorg-video-nvidia(?:-.+)?"
 )
 # Not of the driver, although the names say so: container and CUDA tools, and helpers with versions of their own.
 _STRANGERS = re.compile(
     r"(?:lib)?nvidia-container-.+|libnvidia-(?:egl|ml-dev).*|nvidia-(?:docker|cuda|cudnn|fs|gds|nsight|cg|texture|imex"
-    r"|profiler|visual-profiler|detect|support|legacy-check|installer-cleanup|kernel-common|modprobe|settings|xconfig"
+    r"|profiler|visual-profiler|detect|modprobe|settings|xconfig"
     r"|driver-pinning|vaapi|primus|openjdk|mig-manager|peermem-loader)(?:-.+)?"
 )
 _DRIVER_VERSION = re.compile(r"(?:\d+:)?(\d{3}\.\d+(?:\.\d+)?)(?![\d.])")
@@ -56,6 +56,7 @@ _KERNEL_PACKAGE = re.compile(
     r"linux-(?:image|headers|modules|modules-extra)-.+|linux-(?:generic|aws|azure|gcp|oracle).*"
 )
 _SNAPSHOT = "var/lib/vllm-fleet/gpu_driver/previous/manifest.json"
+_TOOLS = ("dkms", "mokutil", "openssl")
 _REPLICA = re.compile(r"vllm-.+-\d+\.service")
 
 
@@ -97,11 +98,12 @@ def dpkg_state(run: Run) -> dict[str, Any]:
 
     Returns:
         `packages`: the driver's, each with name, version, architecture, held. `kernel_packages`: installed kernels'
-        names with held. `broken`: packages of any kind that dpkg left unfinished, as `name: state`.
+        names with held. `tools`: what of a build's tools is installed. `broken`: packages of any kind that dpkg left
+        unfinished, as `name: state`.
     """
     fields = "${Package}\t${Version}\t${Architecture}\t${db:Status-Want}\t${db:Status-Status}\t${db:Status-Eflag}\n"
     _, output, _ = run(["dpkg-query", "--show", f"--showformat={fields}"])
-    packages, kernels, broken = [], [], []
+    packages, kernels, tools, broken = [], [], [], []
     for line in output.splitlines():
         name, version, architecture, want, status, flag = (line.split("\t") + [""] * 6)[:6]
         if status in ("not-installed", "config-files") or not status:
@@ -113,7 +115,9 @@ def dpkg_state(run: Run) -> dict[str, Any]:
             packages.append(record)
         elif _KERNEL_PACKAGE.fullmatch(name):
             kernels.append({"name": name, "held": want == "hold"})
-    return {"packages": packages, "kernel_packages": kernels, "broken": broken}
+        elif name in _TOOLS:
+            tools.append(name)
+    return {"packages": packages, "kernel_packages": kernels, "tools": tools, "broken": broken}
 
 
 def policy_origins(output: str) -> dict[str, Optional[str]]:
@@ -154,15 +158,10 @@ def lock_holders(root: str = "/", procfs_root: str = "/proc") -> list[dict[str, 
         if kind == fcntl.F_UNLCK:
             continue
         process = Path(procfs_root) / str(pid)
-        holders.setdefault(
-            pid,
-            {
-                "pid": pid,
-                "program": _text(process / "comm") or "unknown",
-                "unit": unit_from_cgroup(_text(process / "cgroup") or ""),
-                "lock": f"/{name}",
-            },
-        )
+        program = _text(process / "comm") or "unknown"
+        unit = unit_from_cgroup(_text(process / "cgroup") or "")
+        said = f"{program} (pid {pid}, unit {unit or 'none'}) holds /{name}"
+        holders.setdefault(pid, {"pid": pid, "program": program, "unit": unit, "lock": f"/{name}", "said": said})
     return list(holders.values())
 
 

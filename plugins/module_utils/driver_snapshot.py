@@ -127,7 +127,8 @@ class Snapshot:
             raise SnapshotError(
                 f"{name} {version}, which the change replaces, could not be kept, so there would be no way back: no "
                 f"source has it any more ({_line(error)}), and it cannot be packed from what is installed "
-                f"({_line(repack_error)}). Install dpkg-repack, or put the package into a repository. Nothing was changed."
+                f"({_line(repack_error)}). Install dpkg-repack, or put the package into a repository. Nothing was "
+                "changed."
             )
 
     def _modules(self) -> dict[str, Optional[str]]:
@@ -193,9 +194,11 @@ class Snapshot:
         state = dpkg_state(self._run)
         found = [f"dpkg left {entry}." for entry in state["broken"]]
         now = {package["name"]: package["version"] for package in state["packages"]}
-        for name in sorted(now.keys() | kept["driver"].keys()):
-            if now.get(name) != kept["driver"].get(name):
-                found.append(f"{name} is {now.get(name) or 'gone'} and was {kept['driver'].get(name) or 'not there'}.")
+        found += [
+            f"{name} is {now.get(name) or 'gone'} and was {kept['driver'].get(name) or 'not there'}."
+            for name in sorted(now.keys() | kept["driver"].keys())
+            if now.get(name) != kept["driver"].get(name)
+        ]
         for release, version in self._modules().items():
             if release in kept["modules"] and version != kept["modules"][release]:
                 was = kept["modules"][release] or "none"

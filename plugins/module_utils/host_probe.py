@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 from .cross_check import compare_driver, compare_gpus, compare_lstopo
+from .gpu_generations import chip_of
 from .gpu_topology import (
     Problem,
     format_ranges,
@@ -33,7 +34,6 @@ from .gpu_topology import (
     problem,
     topo_disagreements,
 )
-from .gpu_generations import chip_of
 from .listeners import unit_from_cgroup
 
 __all__ = [

@@ -7,8 +7,9 @@ module: driver_facts
 short_description: Read what a change of the NVIDIA driver depends on
 version_added: "0.1.0"
 description:
-  - Reads GPUs on the bus, kernels with their NVIDIA modules and headers, secure boot, the driver's packages with version,
-    origin and holds, what dpkg left unfinished, who holds its locks, timers and units that run. Decides nothing.
+  - Reads GPUs on the bus, kernels with their NVIDIA modules and headers, secure boot, the driver's packages with
+    version, origin and holds, what dpkg left unfinished, who holds its locks, timers and units that run. Decides
+    nothing.
   - Changes nothing. Run it as root, or locks and other users' processes stay unread.
 options:
   root:
@@ -75,6 +76,11 @@ facts:
       type: list
       elements: dict
       sample: [{name: linux-image-amd64, held: false}]
+    tools:
+      description: Which of the tools that a build needs are installed.
+      type: list
+      elements: str
+      sample: [dkms]
     broken:
       description: Packages that dpkg left unfinished.
       type: list

@@ -7,8 +7,8 @@ module: driver_packages
 short_description: Ask apt what it has of a driver and what installing it would do
 version_added: "0.1.0"
 description:
-  - Gives apt a view of the host with another source, key and preferences, kept in a scratch folder. What it says there it
-    would say after the change, so held packages, a changed key, a withdrawn branch or a missing file fail before
+  - Gives apt a view of the host with another source, key and preferences, kept in a scratch folder. What it says there
+    it would say after the change, so held packages, a changed key, a withdrawn branch or a missing file fail before
     anything on the host is touched.
   - Writes to the scratch folder only, so that a check tells the truth too.
 options:
@@ -103,15 +103,15 @@ repository:
   description: Files that the change writes or removes for the source.
   returned: always
   type: dict
-  sample: {package: /var/cache/vllm-fleet/gpu_driver/keyring.deb, files: {}, replaced: [/etc/apt/sources.list.d/cuda.list]}
+  sample: {package: /var/cache/vllm-fleet/gpu_driver/keyring.deb, files: {}, replaced: []}
 transaction:
   description: What would be installed and removed.
   returned: with state=transaction
   type: dict
   sample: {install: [{name: libcuda1, from: null, to: 580.126.09-1}], remove: []}
 command:
-  description: The command that does exactly this.
-  returned: with state=transaction
+  description: The command that does exactly this; with state=candidates it wants for packages.
+  returned: always
   type: list
   elements: str
 """
@@ -189,7 +189,7 @@ def main() -> None:
             },
         }
         if asked["state"] == "candidates":
-            module.exit_json(candidates=view.candidates(addresses), **result)
+            module.exit_json(candidates=view.candidates(addresses), command=view.install_command([]), **result)
         view.write_preferences(asked["preferences"])
         transaction = view.simulate(asked["install"])
         if asked["download"] and not module.check_mode:

@@ -8,7 +8,7 @@ short_description: Keep what a driver change replaces, and put it back
 version_added: "0.1.0"
 description:
   - Keeps packages, holds and files in a folder that outlives the play, and puts them back when the change fails.
-  - A snapshot that is there already is of a change that was interrupted; it is kept, since it is the state to go back to.
+  - A snapshot that is there already is of a change that was interrupted; it is kept, being the state to go back to.
 options:
   state:
     description: Whether to keep, to put back, or to forget.

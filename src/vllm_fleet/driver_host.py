@@ -105,8 +105,8 @@ def host_refusals(host: Host, wishes: Options) -> list[Reason]:
         refusals.append(
             Reason(
                 "no_checksum",
-                f"gpu_driver_keyring_url names {wishes.keyring_url}, and gpu_driver_keyring_checksum is empty. Give the "
-                "SHA-256 of that file: whoever controls the keyring controls the host.",
+                f"gpu_driver_keyring_url names {wishes.keyring_url}, and gpu_driver_keyring_checksum is empty. Give "
+                "the SHA-256 of that file: whoever controls the keyring controls the host.",
             )
         )
     if facts["broken"]:
@@ -123,8 +123,8 @@ def host_refusals(host: Host, wishes: Options) -> list[Reason]:
             Reason(
                 "driver_not_packaged",
                 f"Driver {library['version']} was installed past the package manager (no package owns its library), as "
-                "NVIDIA's .run installer does; packages on top of it would break both. Remove it with nvidia-uninstall, "
-                "or keep it and set gpu_driver_source: none.",
+                "NVIDIA's .run installer does; packages on top of it would break both. Remove it with "
+                "nvidia-uninstall, or keep it and set gpu_driver_source: none.",
             )
         )
     return refusals
@@ -147,9 +147,9 @@ def change_refusals(host: Host, wishes: Options) -> list[Reason]:
         refusals.append(
             Reason(
                 "serving",
-                f"This host serves ({listed(serving)}), and a driver cannot be changed under a running engine. Drain it "
-                "and stop these units, or set gpu_driver_stop_serving: true, which stops them as systemd does (requests "
-                "in flight end within the unit's stop deadline).",
+                f"This host serves ({listed(serving)}), and a driver cannot be changed under a running engine. Drain "
+                "it and stop these units, or set gpu_driver_stop_serving: true, which stops them as systemd does "
+                "(requests in flight end within the unit's stop deadline).",
             )
         )
     return refusals

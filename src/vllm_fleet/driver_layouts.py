@@ -1,7 +1,7 @@
 """How sources cut the driver into packages, and which versions to take of what a source has.
 
 Package names: https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/ (Debian: nvidia-driver-cuda with
-nvidia-kernel-open-dkms; Ubuntu: libnvidia-compute with nvidia-dkms-open, up to branch 580 with the branch in the names),
+nvidia-kernel-open-dkms; Ubuntu: libnvidia-compute with nvidia-dkms-open, and up to branch 580 the branch in the names),
 the archives of Debian and Ubuntu for theirs, and
 https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/ for NVSwitch (nvlsm since NVLink 5).
 """
@@ -9,7 +9,7 @@ https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/ for NVSwitch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from vllm_fleet.driver_host import Host
 from vllm_fleet.driver_support import Options, Reason, listed
@@ -232,7 +232,7 @@ def _packages_at(
 
 
 def arguments(host: Host, chosen: Chosen, candidates: Sequence[Mapping[str, str]], extra: Sequence[str]) -> list[str]:
-    """Arguments of apt-get install: the driver, what else of it is installed at its version, and `name-` for the rest."""
+    """Arguments of apt-get install: the driver, what else of it is installed at its version, `name-` for the rest."""
     install = dict(chosen.packages)
     remove = []
     at_version: dict[str, str] = {}

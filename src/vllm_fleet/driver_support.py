@@ -3,13 +3,14 @@
 Sources of the matrix:
 
 - First and last branch by generation: "CUDA Toolkit, Driver, and Architecture Matrix",
-  https://docs.nvidia.com/datacenter/tesla/drivers/cuda-toolkit-driver-and-architecture-matrix.html; the branch that came
-  with a toolkit, and the oldest branch for a CUDA major: tables 2 and 3 of
+  https://docs.nvidia.com/datacenter/tesla/drivers/cuda-toolkit-driver-and-architecture-matrix.html; the branch that
+  came with a toolkit, and the oldest branch for a CUDA major: tables 2 and 3 of
   https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html
 - Open and proprietary modules: https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html
   (open from Turing on, from branch 515); Blackwell only open:
   https://developer.nvidia.com/blog/nvidia-transitions-fully-towards-open-source-gpu-kernel-modules/
-- Life of the branches: https://docs.nvidia.com/datacenter/tesla/drivers/supported-drivers-and-cuda-toolkit-versions.html
+- Life of the branches:
+  https://docs.nvidia.com/datacenter/tesla/drivers/supported-drivers-and-cuda-toolkit-versions.html
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,18 +144,11 @@ class Options:
         for key, choices in _CHOICES.items():
             if given.get(key, choices[0]) not in choices:
                 raise BadInputError(f"gpu_driver_{key} is {given[key]!r}; it may be {', '.join(choices)}.")
-        for key in ("branch", "cuda_major"):
-            if key in given:
-                if not str(given[key]).isdigit():
-                    raise BadInputError(f"gpu_driver_{key} is {given[key]!r}; it must be a number such as 580 or 13.")
-                given[key] = int(given[key])
+        given |= {key: _whole_number(key, given[key]) for key in ("branch", "cuda_major") if key in given}
+        given |= {key: tuple(given.get(key, ())) for key in ("mirror_components", "extra_packages")}
         version = str(given.get("version", ""))
-        if version and upstream_version(version) != version:
-            raise BadInputError(
-                f"gpu_driver_version is {version!r}; it must be a version such as 580.126.09, or empty."
-            )
         if version:
-            given["branch"] = int(version.partition(".")[0])
+            given["branch"] = branch_of(_exact(version))
         if given.get("source") == "mirror" and not (given.get("mirror_url") and given.get("mirror_key")):
             raise BadInputError(
                 "gpu_driver_source is mirror, which needs gpu_driver_mirror_url and gpu_driver_mirror_key."
@@ -162,9 +156,20 @@ class Options:
         if given.get("cuda_major", 13) not in FIRST_BRANCH_BY_CUDA:
             known_majors = ", ".join(map(str, FIRST_BRANCH_BY_CUDA))
             raise BadInputError(f"gpu_driver_cuda_major is {given['cuda_major']}; known are {known_majors}.")
-        for key in ("mirror_components", "extra_packages"):
-            given[key] = tuple(given.get(key, ()))
         return cls(**given)
+
+
+def _whole_number(key: str, value: Any) -> int:
+    # Ansible hands numbers from the command line over as text.
+    if not str(value).isdigit():
+        raise BadInputError(f"gpu_driver_{key} is {value!r}; it must be a number such as 580 or 13.")
+    return int(value)
+
+
+def _exact(version: str) -> str:
+    if upstream_version(version) != version:
+        raise BadInputError(f"gpu_driver_version is {version!r}; it must be a version such as 580.126.09, or empty.")
+    return version
 
 
 _CHOICES = {
@@ -196,8 +201,8 @@ def matrix_refusals(gpus: Sequence[Mapping[str, Any]], branch: int, options: Opt
                 Reason(
                     "branch_too_old_for_gpu",
                     f"{label}, which branch {first} is the first to drive; branch {branch} does not know it. Set "
-                    f"gpu_driver_branch to {max(first, FIRST_BRANCH_BY_CUDA[options.cuda_major])} or later, from a source "
-                    "that has it.",
+                    f"gpu_driver_branch to {max(first, FIRST_BRANCH_BY_CUDA[options.cuda_major])} or later, from a "
+                    "source that has it.",
                 )
             )
         elif support.last_branch is not None and branch > support.last_branch:
@@ -239,8 +244,8 @@ def flavour(gpus: Sequence[Mapping[str, Any]], branch: int, options: Options) ->
         return True, [
             Reason(
                 "proprietary_refused",
-                f"gpu_driver_modules is proprietary, and GPU {listed(needs['open'])} works with the open kernel modules "
-                "only: the proprietary one would load and find no device. Set gpu_driver_modules to auto.",
+                f"gpu_driver_modules is proprietary, and GPU {listed(needs['open'])} works with the open kernel "
+                "modules only: the proprietary one would load and find no device. Set gpu_driver_modules to auto.",
             )
         ]
     if options.modules == "open" and needs["proprietary"]:

@@ -91,7 +91,7 @@ def driver_plan(facts: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
         `state`: `left` (none of the role's business), `satisfied`, `change` or `refused`. `refusals` and `warnings`:
         codes with sentences. `target`: branch, version (null until the source was asked) and modules. `ask_source`:
         whether the next call needs `candidates`. `source`: arguments for `driver_packages`. `install`: arguments of
-        apt-get install. `tools`: packages that a build needs. `build`: package with the module's source and kernels to
+        apt-get install. `tools`: packages that a build needs. `build`: archive with the module's source and kernels to
         build it for beside the present driver, or null. `dkms_kernels`: those that must have a module in the end.
         `files`: content by path, null to remove. `changed_files`. `hold`: packages. `mok`: certificate and whether it
         is staged, where secure boot takes no module yet; else null. `stop`: units to stop. `fabric_manager`. `reboot`:
@@ -118,6 +118,7 @@ def driver_plan(facts: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
     changing = bool(decision.replace or changed_files or free or open_ends)
     rows = _rows(decision, transaction, files, changed_files, free, open_ends)
     reboot = _reboot(decision)
+    tools = _tools(decision)
     return {
         **_EMPTY,
         "state": "refused" if refusals else "change" if changing else "satisfied",
@@ -128,13 +129,13 @@ def driver_plan(facts: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
             "version": decision.version,
             "modules": "open" if decision.open_modules else "proprietary",
         },
-        "ask_source": decision.replace and "candidates" not in facts,
+        "ask_source": "candidates" not in facts and bool(decision.replace or tools),
         "packages_change": decision.replace,
         "source": _source(host, wishes),
         "install": arguments(host, decision.chosen, facts["candidates"], wishes.extra_packages)
         if decision.chosen
         else [],
-        "tools": _tools(decision),
+        "tools": tools,
         "build": _build(decision),
         "dkms_kernels": [kernel["release"] for kernel in host.needed_kernels] if decision.rebuild else [],
         "files": files,
@@ -230,8 +231,8 @@ def _foreign_removals(transaction: Mapping[str, Any]) -> list[Reason]:
     return [
         Reason(
             "foreign_removals",
-            f"apt would also remove what is no part of a driver: {listed(foreign[:8])}. See why with apt-get --simulate, "
-            "remove or upgrade these yourself, then run this again.",
+            f"apt would also remove what is no part of a driver: {listed(foreign[:8])}. See why with apt-get "
+            "--simulate, remove or upgrade these yourself, then run this again.",
         )
     ]
 
@@ -244,7 +245,7 @@ _FAMILIES = (
 )
 _OWN_VERSIONS = "nvidia-modprobe nvidia-settings nvidia-xconfig nvidia-imex*"
 
-_UNATTENDED_TEXT = """// Written by the role gpu_driver: libraries that move without the kernel module break every program that starts.
+_UNATTENDED_TEXT = """// Written by the role gpu_driver: libraries that move alone break every new program.
 Unattended-Upgrade::Package-Blacklist {
   "nvidia-";
   "libnvidia-";
@@ -257,7 +258,7 @@ Unattended-Upgrade::Package-Blacklist {
 };
 """
 
-_FABRIC_GATE_TEXT = """# Written by the role gpu_driver: without the fabric manager CUDA does not start on this host's NVSwitches.
+_FABRIC_GATE_TEXT = """# Written by the role gpu_driver: without the fabric manager CUDA does not start on NVSwitches.
 [Unit]
 Requires=nvidia-fabricmanager.service
 After=nvidia-fabricmanager.service
@@ -269,8 +270,8 @@ def _preferences(versions: Iterable[str]) -> str:
     pinned = "\n".join(
         f"Package: {_FAMILIES}\nPin: version {version}\nPin-Priority: 1001\n" for version in sorted(set(versions))
     )
-    return f"""# Written by the role gpu_driver: the driver has one version from one origin. Of the entries that fit a version, apt
-# takes the first. To move to another version, change gpu_driver_version or gpu_driver_branch and deploy.
+    return f"""# Written by the role gpu_driver: the driver has one version from one origin; of the entries that fit,
+# apt takes the first. To move to another version, change gpu_driver_version or gpu_driver_branch and deploy.
 
 {pinned}
 # Helpers that have versions of their own.
@@ -352,7 +353,8 @@ def _tools(decision: _Decision) -> list[str]:
     if not decision.rebuild:
         return []
     signing = ["mokutil", "openssl"] if decision.host.facts["kernels"]["secure_boot"] == "enabled" else []
-    return ["dkms", *signing, *headers(decision.host)]
+    missing = [name for name in ["dkms", *signing] if name not in decision.host.facts["tools"]]
+    return [*missing, *headers(decision.host)]
 
 
 def _build(decision: _Decision) -> dict[str, Any] | None:
@@ -361,7 +363,8 @@ def _build(decision: _Decision) -> dict[str, Any] | None:
     if chosen is None or not chosen.layout.builds or not (decision.wishes.driver_works or host.packages):
         return None
     package = next(name for name in chosen.packages if "dkms" in name and "no-dkms" not in name)
-    return {"package": package, "kernels": [kernel["release"] for kernel in host.needed_kernels]}
+    archive = f"{package}_{chosen.packages[package].replace(':', '%3a')}_*.deb"
+    return {"archive": archive, "kernels": [kernel["release"] for kernel in host.needed_kernels]}
 
 
 def _mok(decision: _Decision) -> dict[str, Any] | None:
@@ -406,16 +409,16 @@ def _warnings(decision: _Decision) -> list[Reason]:
         found.append(
             Reason(
                 "version_mismatch",
-                f"The loaded kernel module is {loaded}, the library on disk {library}: programs that start now fail with "
-                "a driver/library version mismatch, those that run go on. A reboot loads the module of the library.",
+                f"The loaded kernel module is {loaded}, the library on disk {library}: programs that start now fail "
+                "with a driver/library version mismatch, those that run go on. A reboot loads the library's module.",
             )
         )
     if decision.keep and decision.branch != wishes.branch and not wishes.version:
         found.append(
             Reason(
                 "kept",
-                f"Driver {host.version} is kept, since it will do for these GPUs and CUDA {wishes.cuda_major}, although "
-                f"gpu_driver_branch is {wishes.branch}. To replace it, set gpu_driver_version, or "
+                f"Driver {host.version} is kept, since it will do for these GPUs and CUDA {wishes.cuda_major}, "
+                f"although gpu_driver_branch is {wishes.branch}. To replace it, set gpu_driver_version, or "
                 "gpu_driver_replace_working: true.",
             )
         )
@@ -453,7 +456,7 @@ def _warnings(decision: _Decision) -> list[Reason]:
     return found
 
 
-def _rows(
+def _rows(  # noqa: PLR0917  (each is a kind of row)
     decision: _Decision,
     transaction: Mapping[str, Any] | None,
     files: Mapping[str, str | None],

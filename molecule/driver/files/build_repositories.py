@@ -82,13 +82,15 @@ def tool(name: str) -> str:
 def kernel(release: str, kind: str) -> list[Package]:
     """A kernel's image and headers: no code, only what tells that they are there."""
     modules = f"/lib/modules/{release}"
-    run_hooks = f'run-parts --arg={release} --arg=/boot/vmlinuz-{release} /etc/kernel/%s.d\n'
+    run_hooks = f"run-parts --arg={release} --arg=/boot/vmlinuz-{release} /etc/kernel/%s.d\n"
     return [
         Package(
             f"linux-image-{release}",
             "6.1.119-1",
             files={f"/boot/vmlinuz-{release}": release, f"{modules}/modules.builtin": ""},
-            scripts={"postinst": f"touch {modules}/modules.dep\nupdate-initramfs -u -k {release}\n" + run_hooks % "postinst"},
+            scripts={
+                "postinst": f"touch {modules}/modules.dep\nupdate-initramfs -u -k {release}\n" + run_hooks % "postinst"
+            },
         ),
         Package(
             f"linux-headers-{release}",
@@ -113,7 +115,9 @@ def system_tools() -> list[Package]:
             architecture="all",
         ),
         Package(
-            "openssl", "3.0.15-1", files={"/usr/bin/openssl": '#!/bin/sh\n[ "$1" = passwd ] && echo "\\$6\\$hash"\nexit 0\n'}
+            "openssl",
+            "3.0.15-1",
+            files={"/usr/bin/openssl": '#!/bin/sh\n[ "$1" = passwd ] && echo "\\$6\\$hash"\nexit 0\n'},
         ),
     ]
 
@@ -130,7 +134,8 @@ def module_source(package: str, upstream: str, version: str, licence: str, **fie
         },
         scripts={
             # As dh_dkms writes it: the build of one kernel that fails does not fail the installation, except on demand.
-            "postinst": f"[ ! -e /opt/stand_in/fail_postinst ] || exit 7\ndkms install -m nvidia -v {upstream} --all || true\n",
+            "postinst": "[ ! -e /opt/stand_in/fail_postinst ] || exit 7\n"
+            f"dkms install -m nvidia -v {upstream} --all || true\n",
             "prerm": f"dkms remove -m nvidia -v {upstream} --all || true\n",
         },
         **fields,
@@ -148,7 +153,14 @@ def nvidia_debian(upstream: str) -> list[Package]:
     same = f"(= {version})"
     both = {"depends": f"firmware-nvidia-gsp {same}, dkms (>= 3.0)", "provides": f"nvidia-kernel-{upstream}"}
     return [
-        module_source("nvidia-kernel-open-dkms", upstream, version, "Dual MIT/GPL", conflicts="nvidia-kernel-dkms, nvidia-open-kernel-dkms", **both),
+        module_source(
+            "nvidia-kernel-open-dkms",
+            upstream,
+            version,
+            "Dual MIT/GPL",
+            conflicts="nvidia-kernel-dkms, nvidia-open-kernel-dkms",
+            **both,
+        ),
         module_source("nvidia-kernel-dkms", upstream, version, "NVIDIA", conflicts="nvidia-kernel-open-dkms", **both),
         Package("firmware-nvidia-gsp", version),
         Package("libnvidia-ml1", version, files=smi(upstream)),
@@ -162,9 +174,11 @@ def nvidia_debian(upstream: str) -> list[Package]:
         ),
         Package("nvidia-persistenced", version, depends="libnvidia-ml1"),
         # Loose, as the real one: without preferences it would bring the newest branch.
-        Package("nvidia-open", version, depends=f"nvidia-driver-cuda (>= {version}), nvidia-kernel-open-dkms (>= {version})"),
         Package(
-            "nvidia-fabricmanager" if int(upstream[:3]) >= 590 else f"nvidia-fabricmanager-{upstream[:3]}",
+            "nvidia-open", version, depends=f"nvidia-driver-cuda (>= {version}), nvidia-kernel-open-dkms (>= {version})"
+        ),
+        Package(
+            "nvidia-fabricmanager" if upstream.startswith("590.") else f"nvidia-fabricmanager-{upstream[:3]}",
             version,
             provides="nvidia-fabricmanager",
             conflicts="nvidia-fabricmanager",
@@ -181,11 +195,15 @@ def debian_own(upstream: str) -> list[Package]:
     version = f"{upstream}-2"
     same = f"(= {version})"
     return [
-        module_source("nvidia-open-kernel-dkms", upstream, version, "Dual MIT/GPL", depends=f"firmware-nvidia-gsp {same}, dkms"),
+        module_source(
+            "nvidia-open-kernel-dkms", upstream, version, "Dual MIT/GPL", depends=f"firmware-nvidia-gsp {same}, dkms"
+        ),
         Package("firmware-nvidia-gsp", version),
         Package("libnvidia-ml1", version, files=smi(upstream)),
         Package("libcuda1", version, depends=f"libnvidia-ml1 {same}"),
-        Package("nvidia-smi", version, depends=f"libnvidia-ml1 {same}", files={"/usr/bin/nvidia-smi": tool("nvidia-smi")}),
+        Package(
+            "nvidia-smi", version, depends=f"libnvidia-ml1 {same}", files={"/usr/bin/nvidia-smi": tool("nvidia-smi")}
+        ),
         Package("nvidia-persistenced", f"{upstream}-1", depends="libnvidia-ml1"),
     ]
 
@@ -195,13 +213,9 @@ def ubuntu_names(branch: str, flavour: str, upstream: str, revision: str) -> lis
     version = f"{upstream}-{revision}"
     same = f"(= {version})"
     name = f"{branch}{flavour}"
-    others = ", ".join(
-        f"%s-{branch}{other}" for other in ("-server", "") if other != flavour
-    )
+    others = ", ".join(f"%s-{branch}{other}" for other in ("-server", "") if other != flavour)
     packages = [
-        Package(
-            f"libnvidia-compute-{name}", version, files=smi(upstream), conflicts=others % "libnvidia-compute"
-        ),
+        Package(f"libnvidia-compute-{name}", version, files=smi(upstream), conflicts=others % "libnvidia-compute"),
         Package(
             f"nvidia-utils-{name}",
             version,
@@ -251,9 +265,10 @@ def keyring(name: str, key: bytes) -> Package:
         "cuda-keyring",
         "1.1-1",
         files={
-            f"/etc/apt/sources.list.d/cuda-{name}-x86_64.list": "deb [signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg] "
-            f"http://localhost:8088/{name}/ /\n",
-            "/etc/apt/preferences.d/cuda-repository-pin-600": "Package: *\nPin: release l=NVIDIA CUDA\nPin-Priority: 600\n",
+            f"/etc/apt/sources.list.d/cuda-{name}-x86_64.list": "deb "
+            f"[signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg] http://localhost:8088/{name}/ /\n",
+            "/etc/apt/preferences.d/cuda-repository-pin-600": "Package: *\nPin: release l=NVIDIA CUDA\n"
+            "Pin-Priority: 600\n",
             "/usr/share/keyrings/cuda-archive-keyring.gpg": key.decode("latin-1"),
         },
         architecture="all",
@@ -267,6 +282,7 @@ class Signer:
     """Keys of the scenario in a keyring of their own."""
 
     def __init__(self, folder: Path) -> None:
+        """Make the folder of the public keys, and one for the secret ones."""
         self._folder = folder
         self._home = Path(tempfile.mkdtemp(prefix="gpg"))
         folder.mkdir(parents=True)
@@ -282,7 +298,9 @@ class Signer:
 
     def sign(self, name: str, release: Path) -> None:
         """Write InRelease beside a Release file."""
-        self._gpg("--local-user", f"{name}@lab", "--clearsign", "--output", str(release.with_name("InRelease")), str(release))
+        self._gpg(
+            "--local-user", f"{name}@lab", "--clearsign", "--output", str(release.with_name("InRelease")), str(release)
+        )
 
     def close(self) -> None:
         """End gpg's agent and forget the secret keys."""
@@ -301,7 +319,8 @@ def index(folder: Path, origin: str, label: str) -> Path:
         control = subprocess.run(["dpkg-deb", "--field", str(deb)], check=True, capture_output=True, text=True).stdout
         data = deb.read_bytes()
         entries.append(
-            f"{control.rstrip()}\nFilename: ./{deb.name}\nSize: {len(data)}\nSHA256: {hashlib.sha256(data).hexdigest()}\n"
+            f"{control.rstrip()}\nFilename: ./{deb.name}\nSize: {len(data)}\n"
+            f"SHA256: {hashlib.sha256(data).hexdigest()}\n"
         )
     packages = "\n".join(entries).encode()
     (folder / "Packages").write_bytes(packages)
@@ -323,11 +342,22 @@ def main() -> None:
     signer = Signer(root / "keys")
     for name in ("current", "rotated", "retired"):
         signer.make(name)
-    drivers = [package for version in ("570.211.01", "580.95.05", "580.126.09", "590.48.01") for package in nvidia_debian(version)]
-    kernels = {system: [p for release in KERNELS[system] for p in kernel(release, kind)] for system, kind in (("debian", "amd64"), ("ubuntu", "generic"))}
+    drivers = [
+        package
+        for version in ("570.211.01", "580.95.05", "580.126.09", "590.48.01")
+        for package in nvidia_debian(version)
+    ]
+    kernels = {
+        system: [p for release in KERNELS[system] for p in kernel(release, kind)]
+        for system, kind in (("debian", "amd64"), ("ubuntu", "generic"))
+    }
     contents = {
         "debian": ("Debian", "Debian", [*system_tools(), *kernels["debian"], *debian_own("550.163.01")]),
-        "ubuntu": ("Ubuntu", "Ubuntu", [*system_tools(), *kernels["ubuntu"], *ubuntu_names("580", "-server", "580.126.09", "0ubuntu0.24.04.1")]),
+        "ubuntu": (
+            "Ubuntu",
+            "Ubuntu",
+            [*system_tools(), *kernels["ubuntu"], *ubuntu_names("580", "-server", "580.126.09", "0ubuntu0.24.04.1")],
+        ),
         "nvidia": ("NVIDIA", "NVIDIA CUDA", drivers),
         "withdrawn": ("NVIDIA", "NVIDIA CUDA", drivers),
         "rotated": ("NVIDIA", "NVIDIA CUDA", drivers),
