@@ -33,11 +33,13 @@ class Snapshot:
         run: Runs a command, returns exit code, output and error text.
         folder: Where it is kept.
         root: Where the host's file system is.
+        apt_options: Options of apt-get by which it knows more sources than the host's.
     """
 
-    def __init__(self, run: Run, folder: str, root: str = "/") -> None:
+    def __init__(self, run: Run, folder: str, root: str = "/", apt_options: Sequence[str] = ()) -> None:
         """Name the folder; `save` makes it."""
         self._run = run
+        self._apt = ["apt-get", *apt_options, "--quiet"]
         self._folder = Path(folder)
         self._root = Path(root)
         self._manifest = self._folder / "manifest.json"
@@ -86,13 +88,10 @@ class Snapshot:
 
         Returns:
             `differences`: what is still other than before, in sentences; empty when all is as it was. `worked`: whether
-            the driver worked then.
-
-        Raises:
-            SnapshotError: There is no snapshot.
+            the driver worked then. Without a snapshot nothing was changed yet, and nothing is done.
         """
         if not self.exists:
-            raise SnapshotError(f"There is no snapshot in {self._folder}.")
+            return {"differences": [], "worked": False}
         kept = self._read()
         for path, content in kept["files"].items():
             self._write(path, content)
@@ -119,9 +118,11 @@ class Snapshot:
         folder = self._folder / "packages"
         before = set(folder.glob("*.deb"))
         command = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(folder)]
-        code, _, error = self._run([*command, "apt-get", "-q", "download", f"{name}={version}"])
+        code, _, error = self._run([*command, *self._apt, "download", f"{name}={version}"])
         if code == 0 and set(folder.glob("*.deb")) - before:
             return
+        if not _program("dpkg-repack"):
+            self._run([*self._apt, "--assume-yes", "--no-install-recommends", "install", "dpkg-repack"])
         code, _, repack_error = self._run([*command, "dpkg-repack", name])
         if code != 0 or not set(folder.glob("*.deb")) - before:
             raise SnapshotError(
@@ -186,7 +187,7 @@ class Snapshot:
             ("update-initramfs", ["-u", "-k", "all"]),
             ("dracut", ["--regenerate-all", "--force"]),
         ):
-            if shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin"):
+            if _program(program):
                 self._run([program, *arguments])
                 return
 
@@ -204,6 +205,10 @@ class Snapshot:
                 was = kept["modules"][release] or "none"
                 found.append(f"The module of kernel {release} is {version or 'gone'} and was {was}.")
         return found
+
+
+def _program(name: str) -> bool:
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is not None
 
 
 def _line(text: str) -> str:

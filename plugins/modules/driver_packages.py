@@ -104,6 +104,11 @@ repository:
   returned: always
   type: dict
   sample: {package: /var/cache/vllm-fleet/gpu_driver/keyring.deb, files: {}, replaced: []}
+apt_options:
+  description: Options by which apt-get sees the view.
+  returned: always
+  type: list
+  elements: str
 transaction:
   description: What would be installed and removed.
   returned: with state=transaction
@@ -180,6 +185,7 @@ def main() -> None:
         addresses = added or view.addresses(_DISTRIBUTIONS)
         result = {
             "changed": False,
+            "apt_options": view.options,
             "repository": {
                 "addresses": addresses,
                 "package": package,

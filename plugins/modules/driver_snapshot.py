@@ -32,6 +32,11 @@ options:
     description: Whether the driver works now. With O(state=saved).
     type: bool
     default: false
+  apt_options:
+    description: Options of apt-get by which it knows more sources than the host's. With O(state=saved).
+    type: list
+    elements: str
+    default: []
 attributes:
   check_mode:
     support: full
@@ -72,11 +77,12 @@ def main() -> None:
             "transaction": {"type": "dict", "default": {"install": [], "remove": []}},
             "files": {"type": "list", "elements": "path", "default": []},
             "worked": {"type": "bool", "default": False},
+            "apt_options": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
     asked = module.params
-    snapshot = Snapshot(run_patiently, asked["folder"])
+    snapshot = Snapshot(run_patiently, asked["folder"], apt_options=asked["apt_options"])
     if module.check_mode:
         module.exit_json(changed=asked["state"] != "dropped" or snapshot.exists, differences=[], worked=False)
     try:
@@ -85,7 +91,7 @@ def main() -> None:
             snapshot.save(asked["transaction"], asked["files"], worked=asked["worked"])
             module.exit_json(changed=new)
         if asked["state"] == "restored":
-            module.exit_json(changed=True, **snapshot.restore())
+            module.exit_json(changed=snapshot.exists, **snapshot.restore())
         there = snapshot.exists
         snapshot.drop()
         module.exit_json(changed=there)

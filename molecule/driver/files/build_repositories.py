@@ -5,7 +5,8 @@
 
 FOLDER/debian, ubuntu: what the distribution has. FOLDER/nvidia: NVIDIA's for Debian, FOLDER/nvidia_ubuntu for Ubuntu,
 both flat and with NVIDIA's Release fields. FOLDER/withdrawn: NVIDIA's, of which a package is listed and gone.
-FOLDER/rotated: NVIDIA's, signed with another key than its keyring holds. FOLDER/keys: the keys.
+FOLDER/rotated: NVIDIA's, signed with another key than its keyring holds. FOLDER/former: a version of which no other has
+anything any more. FOLDER/keys: the keys.
 """
 
 from __future__ import annotations
@@ -103,9 +104,15 @@ def kernel(release: str, kind: str) -> list[Package]:
     ]
 
 
+def other_software() -> list[Package]:
+    """What the other roles would install, so that a check of the whole deploy finds it."""
+    return [Package(name, "1.0") for name in ("gcc", "g++", "libnuma1", "python3-dev", "python3-venv", "haproxy")]
+
+
 def system_tools() -> list[Package]:
     """Programs at the edge of the host: what they would ask of a kernel is in files under /opt/stand_in."""
     return [
+        Package("dpkg-repack", "1.52", files={"/usr/bin/dpkg-repack": tool("dpkg-repack")}, architecture="all"),
         Package("dkms", "3.0.10-8", files={"/usr/sbin/dkms": tool("dkms")}, architecture="all"),
         Package("mokutil", "0.6.0-2", files={"/usr/bin/mokutil": tool("mokutil")}),
         Package(
@@ -352,7 +359,11 @@ def main() -> None:
         for system, kind in (("debian", "amd64"), ("ubuntu", "generic"))
     }
     contents = {
-        "debian": ("Debian", "Debian", [*system_tools(), *kernels["debian"], *debian_own("550.163.01")]),
+        "debian": (
+            "Debian",
+            "Debian",
+            [*system_tools(), *other_software(), *kernels["debian"], *debian_own("550.163.01")],
+        ),
         "ubuntu": (
             "Ubuntu",
             "Ubuntu",
@@ -361,6 +372,7 @@ def main() -> None:
         "nvidia": ("NVIDIA", "NVIDIA CUDA", drivers),
         "withdrawn": ("NVIDIA", "NVIDIA CUDA", drivers),
         "rotated": ("NVIDIA", "NVIDIA CUDA", drivers),
+        "former": ("NVIDIA", "NVIDIA CUDA", nvidia_debian("570.195.03")),
         "nvidia_ubuntu": ("NVIDIA", "NVIDIA CUDA", ubuntu_names("580", "", "580.126.09", "0ubuntu1")),
     }
     for name, (origin, label, packages) in contents.items():

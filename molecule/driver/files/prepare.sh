@@ -2,7 +2,7 @@
 # Make a container a GPU host in some state: prepare.sh SYSTEM DRIVER GPUS
 #   SYSTEM   debian or ubuntu: whose packages it has
 #   DRIVER   none, or a version of NVIDIA's to have installed and running
-#   GPUS     rtxpro6000 or h100: what was recorded of them
+#   GPUS     a capture: what was recorded of them
 set -eu
 system=$1 driver=$2 gpus=$3
 export DEBIAN_FRONTEND=noninteractive
@@ -33,8 +33,9 @@ apt-get -qq --yes install initramfs-tools mokutil "linux-image-$release" "linux-
 
 rm -rf /opt/gpu_host/proc/driver
 if [ "$driver" != none ]; then
-  deb="[signed-by=/opt/repositories/keys/current.gpg] http://localhost:8088/nvidia/ /"
-  echo "deb $deb" >/etc/apt/sources.list.d/elsewhere.list
+  for name in nvidia former; do
+    echo "deb [signed-by=/opt/repositories/keys/current.gpg] http://localhost:8088/$name/ /"
+  done >/etc/apt/sources.list.d/elsewhere.list
   apt-get -qq update
   apt-get -qq --yes install "linux-headers-$release" dkms >/dev/null
   apt-get -qq --yes install "nvidia-driver-cuda=$driver-1" "libcuda1=$driver-1" "libnvidia-ml1=$driver-1" \
