@@ -103,7 +103,7 @@ repository:
   description: Files that the change writes or removes for the source.
   returned: always
   type: dict
-  sample: {package: /var/cache/vllm-fleet/gpu_driver/keyring.deb, files: {}, replaced: []}
+  sample: {addresses: ["http://mirror/nvidia"], files: {}, replaced: [/etc/apt/sources.list.d/cuda.list]}
 apt_options:
   description: Options by which apt-get sees the view.
   returned: always
@@ -188,7 +188,6 @@ def main() -> None:
             "apt_options": view.options,
             "repository": {
                 "addresses": addresses,
-                "package": package,
                 # The keyring package brings its own files.
                 "files": {} if package else repository.files(),
                 "replaced": [*repository.replaces, *retired_key_files(asked["retired_keys"])],
@@ -197,12 +196,13 @@ def main() -> None:
         if asked["state"] == "candidates":
             module.exit_json(candidates=view.candidates(addresses), command=view.install_command([]), **result)
         view.write_preferences(asked["preferences"])
-        transaction = view.simulate(asked["install"])
+        arguments = [*asked["install"], *([package] if package else [])]
+        transaction = view.simulate(arguments)
         if asked["download"] and not module.check_mode:
-            view.download(asked["install"])
+            view.download(arguments)
     except AptError as error:
         module.fail_json(msg=str(error))
-    module.exit_json(transaction=transaction, command=view.install_command(asked["install"]), **result)
+    module.exit_json(transaction=transaction, command=view.install_command(arguments), **result)
 
 
 if __name__ == "__main__":
