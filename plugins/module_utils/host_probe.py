@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 from .cross_check import compare_driver, compare_gpus, compare_lstopo
+from .gpu_generations import chip_of
 from .gpu_topology import (
     Problem,
     format_ranges,
@@ -38,6 +39,7 @@ from .listeners import unit_from_cgroup
 __all__ = [
     "RunSmi",
     "SmiOutput",
+    "pci_gpus",
     "read_capture",
     "read_checks",
     "read_host",
@@ -51,28 +53,6 @@ _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
 _BRIDGE_CLASS = "0x0680"  # "other bridge": how an NVSwitch appears
 _CPU_NODE_REMEDY = "Update the firmware or, in a virtual machine, give each GPU a pxb-pcie bridge with its NUMA node."
 
-# GPU generation by the high byte of the PCI device id: chips from the PCI ID database (pci.ids) and, for Blackwell, the
-# device table in the README of NVIDIA's open-gpu-kernel-modules; their compute capability from
-# https://developer.nvidia.com/cuda-gpus. Used where the driver does not print it.
-_CAPABILITY_BY_DEVICE = {
-    "1e": "7.5",  # TU102, TU104
-    "1f": "7.5",  # TU106, TU117
-    "20": "8.0",  # GA100
-    "21": "7.5",  # TU116
-    "22": "8.6",  # GA102
-    "23": "9.0",  # GH100
-    "24": "8.6",  # GA104
-    "25": "8.6",  # GA106, GA107
-    "26": "8.9",  # AD102
-    "27": "8.9",  # AD103, AD104
-    "28": "8.9",  # AD106, AD107
-    "29": "10.0",  # GB100
-    "2b": "12.0",  # GB202
-    "2c": "12.0",  # GB203
-    "2d": "12.0",  # GB206, GB207
-    "2f": "12.0",  # GB205
-    "31": "10.3",  # GB110
-}
 _FIRST_OPEN_ONLY_CAPABILITY = 10.0  # from Blackwell on only the open kernel modules drive the GPU
 
 _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6}
@@ -191,6 +171,22 @@ def _nvidia_devices(sysfs: _Tree) -> list[_PciDevice]:
             ),
         )
     return sorted(devices, key=lambda device: _bus_order(device.bus_id))
+
+
+def pci_gpus(sysfs_root: str) -> dict[str, Any]:
+    """NVIDIA's GPUs and NVSwitches on the PCI bus, without asking the driver.
+
+    Returns:
+        `gpus`: in bus order, each with `pci_bus_id`, `pci_device` and the kernel `driver` it is bound to (null: none).
+        `nvswitch`: whether an NVSwitch is on the bus.
+    """
+    devices = _nvidia_devices(_Tree(sysfs_root))
+    gpus = [
+        {"pci_bus_id": device.bus_id, "pci_device": device.device, "driver": device.driver}
+        for device in devices
+        if device.class_code.startswith(_GPU_CLASSES)
+    ]
+    return {"gpus": gpus, "nvswitch": any(device.class_code.startswith(_BRIDGE_CLASS) for device in devices)}
 
 
 def _bus_order(bus_id: Optional[str]) -> tuple[int, ...]:
@@ -429,7 +425,7 @@ def _gpu(
         "name": _first(record.get("name"), module.get("name")),
         "compute_capability": _first(
             record.get("compute_capability"),
-            _CAPABILITY_BY_DEVICE.get((pci_device or "")[5:7]),
+            chip.compute_capability or None if (chip := chip_of(pci_device)) else None,
         ),
         "memory_total_mib": record.get("memory_total_mib"),
         "memory_reserved_mib": record.get("memory_reserved_mib"),
