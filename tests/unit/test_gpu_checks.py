@@ -1,7 +1,5 @@
 """The checks with real child processes, on a torch whose GPUs break in every way that people reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
