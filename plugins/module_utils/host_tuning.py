@@ -256,8 +256,9 @@ class _Room:
     def transparent_hugepages(self) -> list[Setting]:
         wanted = self.wishes["transparent_hugepages"]
         path = Path(self.host.sysfs, "kernel/mm/transparent_hugepage/enabled")
-        chosen = re.search(r"\[(\w+)\]", self.read(str(path)) or "")
-        return self._kernel_value("transparent_hugepages", path, chosen[1] if chosen else None, wanted)
+        told = self.read(str(path))
+        chosen = re.search(r"\[(\w+)\]", told or "")  # the kernel lists all modes and marks the one in force
+        return self._kernel_value("transparent_hugepages", path, chosen[1] if chosen else told, wanted)
 
     def numa_balancing(self) -> list[Setting]:
         if not self.wishes["numa_balancing_off"]:
