@@ -34,7 +34,7 @@ lint: setup ## Check style, types, YAML, playbooks and shell
 	mypy
 	yamllint --strict .
 	ansible-lint
-	shellcheck scripts/clean scripts/lock scripts/setup lab/build_image lab/build_nvidia_modules lab/build_vm_image lab/in_root lab/podman_settings roles/*/files/with-engine-key .ci/run
+	grep -rlIE '^#!/.*[/ ](ba)?sh$$' .ci lab molecule roles scripts | xargs shellcheck
 
 test-unit: setup ## Run the unit tests
 	pytest

@@ -34,11 +34,14 @@ from .gpu_topology import (
     problem,
     topo_disagreements,
 )
+from .host_checks import UNTESTED, circumstances, hold_against
 from .listeners import unit_from_cgroup
 
 __all__ = [
+    "ACS_REDIRECT",
     "RunSmi",
     "SmiOutput",
+    "acs_control",
     "pci_gpus",
     "read_capture",
     "read_checks",
@@ -52,7 +55,7 @@ _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
 _BRIDGE_CLASS = "0x0680"  # "other bridge": how an NVSwitch appears
 _CPU_NODE_REMEDY = "Update the firmware or, in a virtual machine, give each GPU a pxb-pcie bridge with its NUMA node."
-
+ACS_REDIRECT = 0b1100  # request and completion redirect, in the ACS control register: traffic goes up to the root
 _FIRST_OPEN_ONLY_CAPABILITY = 10.0  # from Blackwell on only the open kernel modules drive the GPU
 
 _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6}
@@ -62,12 +65,6 @@ _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "3
 _HARDWARE_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 140, 143}
 
 _OUR_UNITS = "vllm-"  # how the service role names its units
-
-_UNTESTED_CHECKS: dict[str, Any] = {
-    "p2p": {"verdict": "untested", "detail": None},
-    "disk_read_mib_s": None,
-    "kernel_build": {"verdict": "untested", "detail": None},
-}
 
 
 class SmiOutput(NamedTuple):
@@ -229,11 +226,11 @@ def _bar1_mib(resource: Optional[str]) -> Optional[int]:
     return size >> 20 or None
 
 
-def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
-    """Whether a bridge sends peer-to-peer traffic up to the root complex; None if its config space was cut short.
+def acs_control(config: Optional[bytes]) -> Optional[int]:
+    """A bridge's ACS control register, 0 where it has none; None if its config space was cut short.
 
-    PCI Express base specification, Access Control Services: extended capability 0x000d, control register at offset 6,
-    bit 2 request redirect, bit 3 completion redirect. Without root the kernel shows only the first 64 bytes.
+    PCI Express base specification, Access Control Services: extended capability 0x000d, control register at offset 6.
+    Without root the kernel shows only the first 64 bytes.
     """
     extended = 0x100
     if config is None or len(config) <= extended:
@@ -242,13 +239,13 @@ def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
     for _ in range(48):  # at most that many capabilities fit
         header = int.from_bytes(config[offset : offset + 4], "little")
         if len(config) < offset + 8 or header in (0, 0xFFFFFFFF):
-            return False
+            return 0
         if header & 0xFFFF == 0x000D:  # noqa: PLR2004  (see above)
-            return bool(int.from_bytes(config[offset + 6 : offset + 8], "little") & 0b1100)
+            return int.from_bytes(config[offset + 6 : offset + 8], "little")
         offset = header >> 20
         if offset < extended:
-            return False
-    return False
+            return 0
+    return 0
 
 
 def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str, Any]:
@@ -267,11 +264,11 @@ def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str,
         iommu = "unknown"
     redirect: Optional[list[str]] = []
     for bridge in sorted({bridge for gpu in gpus for bridge in gpu.bridges}, key=_bus_order):
-        redirects = _acs_redirects(sysfs.data("bus", "pci", "devices", bridge, "config"))
-        if redirects is None:
+        control = acs_control(sysfs.data("bus", "pci", "devices", bridge, "config"))
+        if control is None:
             redirect = None
             break
-        if redirects and redirect is not None:
+        if control & ACS_REDIRECT and redirect is not None:
             redirect.append(bridge)
     return {"iommu": iommu, "acs_redirect": redirect}
 
@@ -678,8 +675,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "iommu_translated",
                 "The IOMMU translates the GPUs' addresses: peer-to-peer transfers over PCIe are slow or corrupt.",
-                "Add iommu=pt (on Arm iommu.passthrough=1) to GRUB_CMDLINE_LINUX in /etc/default/grub, run update-grub "
-                "and reboot.",
+                "Set host_tuning_iommu to passthrough (docs/tuning.md), deploy and reboot; or add iommu=pt, on Arm "
+                "iommu.passthrough=1, to the kernel's command line yourself.",
             ),
         )
     if pcie["acs_redirect"]:
@@ -688,8 +685,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "acs_redirect",
                 f"ACS redirects peer-to-peer traffic to the root complex at {', '.join(pcie['acs_redirect'])}.",
-                "Turn ACS off in the firmware setup; or, until the next boot, clear its two bits at each of them: "
-                "setpci -s ADDRESS ECAP_ACS+6.w=0:c",
+                "Turn ACS off in the firmware setup; or set host_tuning_acs_redirect_off, which clears its two bits at "
+                "each boot (docs/tuning.md). By hand, until the next boot: setpci -s ADDRESS ECAP_ACS+6.w=0:c",
             ),
         )
     elif pcie["acs_redirect"] is None and gpus:
@@ -846,9 +843,12 @@ def read_host(
         "pcie": _host_pcie(sysfs, procfs, list(by_bus.values())),
         "nvswitch": any(device.class_code.startswith(_BRIDGE_CLASS) for device in devices)
         or any(record["fabric_state"] in ("Completed", "In Progress") for record in smi["gpus"]),
-        "checks": {**_UNTESTED_CHECKS, **(checks or {})},
+        "checks": UNTESTED,
         "problems": [],
     }
+    # Read apart from the rest, so that a capture does not hold which boot it was.
+    boot = _Tree(procfs_root).text("sys", "kernel", "random", "boot_id")
+    topology["checks"], of_checks = hold_against(checks or {}, circumstances(topology, boot))
     of_gpus = [entry for gpu in gpus for entry in gpu["problems"]]
     of_smi = [entry for entry in smi["problems"] if entry not in of_gpus and not _is_repeated(entry, output, driver)]
     # That a GPU has no MIG or no ECC stays with the GPU: it is nothing to act on.
@@ -864,6 +864,7 @@ def read_host(
         + compare_driver(driver)
         + compare_gpus(gpus, set(by_bus), records, module, matrix["gpus"])
         + compare_lstopo(gpus, nodes, lstopo)
+        + of_checks
         + _log_problems(kernel_log)
     )
     return topology

@@ -172,6 +172,41 @@ def test_nccl_follows_the_measured_verdict(verdict: str, expected: dict[str, str
     assert any("broken" in w for w in plan["warnings"]) == (verdict == "broken")
 
 
+def test_a_broken_verdict_turns_off_every_way_that_goes_peer_to_peer_and_states_the_price() -> None:
+    """T33: with NCCL_P2P_DISABLE alone two ranks still hang in custom all-reduce, while FlashInfer tunes kernels."""
+    half = copy.deepcopy(M2_5)
+    half["shape"]["num_hidden_layers"] = 31
+    facts = two_sockets(2)
+    facts["checks"]["p2p"] = {"verdict": "broken", "detail": "a copy between GPU 0000:08:00.0 and GPU 1 hung"}
+    plan = planned(facts, half)
+    assert "--disable-custom-all-reduce" in plan["replicas"][0]["args"]
+    assert plan["replicas"][0]["env"]["NCCL_P2P_DISABLE"] == "1"
+    assert any("a copy between GPU 0000:08:00.0 and GPU 1 hung" in warning for warning in plan["warnings"])
+    assert any("The price:" in sentence for sentence in plan["explanation"])
+
+
+def test_the_owner_may_overrule_the_verdict() -> None:
+    facts = two_sockets()
+    facts["checks"]["p2p"]["verdict"] = "ok"
+    forbidden = planned(facts, peer_to_peer="forbid")
+    assert forbidden["replicas"][0]["env"]["NCCL_P2P_DISABLE"] == "1"
+    assert not any("broken" in warning for warning in forbidden["warnings"])
+    facts["checks"]["p2p"]["verdict"] = "broken"
+    allowed = planned(facts, peer_to_peer="allow")
+    assert "NCCL_P2P_DISABLE" not in allowed["replicas"][0]["env"]
+    assert any("Expect a hang" in warning for warning in allowed["warnings"])
+    with pytest.raises(BadInputError, match="measured, allow, forbid"):
+        planned(facts, peer_to_peer="maybe")
+
+
+def test_tuned_expert_tables_are_the_cards_business() -> None:
+    """T47: none by default, since their gain must be measured; a card may name a folder of them."""
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in planned(two_sockets())["replicas"][0]["env"]
+    tuned = copy.deepcopy(M2_5)
+    tuned["engine"]["env"] = {"VLLM_TUNED_CONFIG_FOLDER": "/etc/vllm-fleet/moe"}
+    assert planned(two_sockets(), tuned)["replicas"][0]["env"]["VLLM_TUNED_CONFIG_FOLDER"] == "/etc/vllm-fleet/moe"
+
+
 def test_two_pcie_ranks_keep_custom_all_reduce_unless_transfers_are_redirected() -> None:
     """A card of 2 x 60 GiB per replica, which two GPUs hold."""
     half = copy.deepcopy(M2_5)
