@@ -89,8 +89,8 @@ def unknown_parsers(arguments: list[list[str]], found: dict) -> list[str]:
         known = found.get(listed)
         named = {line[line.index(flag) + 1] for line in arguments if flag in line}
         wrong += [
-            "vLLM {version} has no {flag} named {name}. It has: {known}. Set {key} in the model's card to one of these, "
-            "or another vllm_plan_vllm_version.".format(
+            "vLLM {version} has no {flag} named {name}. It has: {known}. Set {key} in the model's card to one of "
+            "these, or another vllm_plan_vllm_version.".format(
                 version=found["version"], flag=flag[2:], name=name, known=", ".join(known), key=key
             )
             for name in sorted(named - set(known or named))

@@ -139,9 +139,10 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "path": {"type": "path", "required": True},
-            "lock": {"type": "str", "required": True},
+            # Not secret: hosts log what modules are called with, and this is thousands of lines.
+            "lock": {"type": "str", "required": True, "no_log": True},
             "uv": {"type": "path", "required": True},
-            "uv_lock": {"type": "str", "required": True},
+            "uv_lock": {"type": "str", "required": True, "no_log": True},
             "python": {"type": "str", "required": True},
             "python_downloads": {"type": "bool", "default": True},
             "cache": {"type": "path", "required": True},
