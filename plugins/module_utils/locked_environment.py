@@ -84,7 +84,6 @@ def make(wanted: Wanted) -> dict[str, Any]:
         EnvironmentMakingError: With what was wrong, where, and what to do. The folder then has no `complete`.
     """
     os.umask(0o022)  # engines run as another user than the one who installs
-    wanted.path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(wanted.path.parent / ".lock", wanted.wait_seconds) as lock_file:
         if wanted.is_complete:
             return {"changed": False, "python": None}
@@ -103,7 +102,8 @@ def make(wanted: Wanted) -> dict[str, Any]:
             names = sorted({entry["package"] for entry in damage})
             tools.uv("cache", "clean", "--quiet", *names)
             tools.sync(*(f"--reinstall-package={name}" for name in names))
-            damage = damaged(wanted.path / "venv")
+            # What is the same after a fresh install is how the wheel is: some list sizes that their files never had.
+            damage = [entry for entry in damaged(wanted.path / "venv") if entry not in damage]
         if damage:
             raise EnvironmentMakingError(
                 f"What was installed in {wanted.path} is not what its wheels list: {describe(damage)}. The disk may be "
@@ -123,6 +123,7 @@ def only_one(path: Path, wait_seconds: int) -> Iterator[int]:
     Raises:
         EnvironmentMakingError: When it is not free within `wait_seconds`.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + wait_seconds
@@ -212,9 +213,10 @@ def free_mib(path: Path) -> int:
 
 
 def damaged(venv: Path) -> list[dict[str, str]]:
-    """Files of an environment that are missing or have another size than their wheel's RECORD says.
+    """Files of an environment that are missing or shorter than their wheel's RECORD says.
 
     Sizes and not hashes: it is lost writes that are looked for, and reading 10 GB would take longer than installing.
+    Bytecode that wheels bring is compiled anew, to another size.
     RECORD is described in the packaging specifications ("Recording installed projects").
     """
     found = []
@@ -230,7 +232,7 @@ def damaged(venv: Path) -> list[dict[str, str]]:
             except FileNotFoundError:
                 found.append({"package": package, "file": f"{name} is missing"})
             else:
-                if size and actual != int(size):
+                if size and actual < int(size) and not name.endswith(".pyc"):
                     found.append({"package": package, "file": f"{name} has {actual} bytes of {size}"})
     return found
 
@@ -429,11 +431,13 @@ def prune(pruning: Pruning, wanted: Wanted) -> list[str]:
     The mark goes first, so that a run that is interrupted here leaves no environment that looks whole. uv links from
     its cache, so the disk is free only when the cache has let go too, of what no environment that stays has.
     """
-    gone = []
+    gone: list[str] = []
+    if not pruning.root.exists():
+        return gone
     with only_one(pruning.root / ".lock", wanted.wait_seconds) as lock_file:
         folders = prunable(pruning)
         if not folders:
-            return []
+            return gone
         staying = [_text(path) for path in pruning.root.glob("*/lock.txt") if path.parent not in folders]
         held = {pair for lock in [*staying, wanted.lock] for pair in locked_packages(lock).items()}
         stale = {

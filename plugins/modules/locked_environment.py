@@ -191,7 +191,7 @@ def main() -> None:
         else:
             result["pruned"] = prune(pruning, wanted)
             result.update(make(wanted))
-    except EnvironmentMakingError as error:
+    except (EnvironmentMakingError, OSError) as error:
         module.fail_json(msg=str(error), path=str(wanted.path), **result)
     module.exit_json(path=str(wanted.path), seconds=round(time.monotonic() - started, 1), **result)
 

@@ -216,14 +216,24 @@ def test_files_that_lost_their_content_are_installed_anew(wanted: Wanted) -> Non
     )
 
 
-def test_files_that_stay_broken_end_in_an_error_that_names_them(
-    wanted: Wanted, instead_of_uv: Callable[[str], None]
+def test_files_that_break_again_end_in_an_error_that_names_them(
+    wanted: Wanted, instead_of_uv: Callable[[str], None], tmp_path: Path
 ) -> None:
-    broken = wanted.path / f"venv/lib/python{wanted.python}/site-packages/greeting.py"
-    instead_of_uv(f'$UV "$@" || exit; [[ "$1 $2" != "pip sync" ]] || rm {broken}')
-    with pytest.raises(EnvironmentMakingError, match=r"greeting: greeting.py is missing"):
+    files = f"{wanted.path}/venv/lib/python{wanted.python}/site-packages"
+    instead_of_uv(
+        f'$UV "$@" || exit; [[ "$1 $2" == "pip sync" ]] || exit 0; [[ ! -e {tmp_path}/again ]] || '
+        f"rm {files}/greeting.py; touch {tmp_path}/again; rm -f {files}/common/__init__.py"
+    )
+    with pytest.raises(EnvironmentMakingError, match=r"wheels list: greeting: greeting.py is missing\."):
         make(wanted)
     assert not wanted.is_complete
+
+
+def test_a_wheel_that_lists_sizes_its_files_never_had_is_taken_as_it_is(wanted: Wanted, bundle: Path) -> None:
+    odd = build_wheel(bundle / "wheels", "odd", "1.0", {"odd.py": "X = 1\n"}, listed_sizes={"odd.py": 999})
+    lock = lock_of(odd)
+    (bundle / "locks" / "odd.txt").write_text(lock)
+    assert make(replace(wanted, lock=lock))["changed"] is True
 
 
 def test_too_little_room_is_said_before_anything_is_there(wanted: Wanted) -> None:

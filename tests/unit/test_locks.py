@@ -86,7 +86,9 @@ def test_the_shim_wheel_has_the_locked_hash_wherever_it_is_built(lock: Path, tmp
 
 
 def test_there_is_a_lock_of_each_version_for_every_host() -> None:
-    hosts = {f"{python}-{architecture}" for python in ("cp311", "cp312", "cp313") for architecture in ("x86_64", "aarch64")}
+    hosts = {
+        f"{python}-{architecture}" for python in ("cp311", "cp312", "cp313") for architecture in ("x86_64", "aarch64")
+    }
     wanted = {f"vllm-{version}-cuda-{host}.txt" for version in VERSIONS for host in hosts}
     wanted |= {f"vllm-{version}-cpu-cp311-x86_64.txt" for version in VERSIONS}  # the lab's
     assert {lock.name for lock in ENGINE_LOCKS} == wanted
