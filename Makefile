@@ -55,7 +55,7 @@ test-driver: ## Build NVIDIA's modules for real kernels, and install them in a v
 test-end-to-end: image ## Deploy as the README says, and send real requests
 	pytest -s tests/end_to_end # -s: the plays print as they run
 
-lock: setup ## Compile every lock anew (the only place where versions move)
+lock: setup ## Compile the locks anew; VLLM=0.33.0 makes those of another vLLM, DATE=2027-01-31 moves versions
 	scripts/lock
 
 clean: ## Leave the machine as it was before setup
