@@ -54,7 +54,8 @@ def progress(status: dict[str, Any]) -> str:
     done, total, state = status["done_bytes"], status["total_bytes"], status["state"]
     parts = [{"transferring": "downloading"}.get(state, state)]
     if total and state in ("transferring", "verifying"):
-        parts.append(f"{done / 1024**3:.1f} of {total / 1024**3:.1f} GiB ({100 * done // total} %)")
+        unit, size = ("GiB", 1024**3) if total >= 1024**3 else ("MiB", 1024**2)
+        parts.append(f"{done / size:.1f} of {total / size:.1f} {unit} ({100 * done // total} %)")
         parts.append(f"{status.get('bytes_per_second', 0) / 1024**2:.0f} MiB/s")
         left = status.get("seconds_left")
         parts.append(f"{_duration(left)} left" if left is not None else "time left unknown")

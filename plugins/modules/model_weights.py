@@ -9,8 +9,8 @@ version_added: "0.1.0"
 description:
   - Compares a folder with the manifest of what was verified there, by names, sizes and modification times, so that it
     takes milliseconds. M(model_weights_job) brings and verifies what is missing.
-  - Once verified, requires that it is a model, that the engine's user can open every file, and that the repository holds
-    no code but what the card lists; and removes former downloads that nothing names any more.
+  - Once verified, requires that it is a model, that the engine's user can open every file, and that the repository
+    holds no code but what the card lists; and removes former downloads that nothing names any more.
 options:
   id:
     description: Repository.

@@ -78,6 +78,7 @@ fingerprint:
 import os
 import socket
 import time
+from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.weights.files import Manifest, WeightsError, manifest_path
@@ -103,7 +104,7 @@ def _fetch(module: AnsibleModule) -> dict:
         unit,
         job,
         user=options["user"],
-        writable=[os.path.dirname(job["manifest"])],
+        writable=[str(Path(job["manifest"]).parent)],
         token=options["token"],
         token_file=options["token_file"],
     )

@@ -2,7 +2,7 @@
 
 It speaks what the client and our own code ask: the commit of a revision, the tree in pages, `resolve` with HEAD, ranges
 and ETags, large files by a redirect to a second host name, and the first steps of Xet, whose storage only hangs. As a
-program it serves one tiny model, for scenarios: `hub_server.py PORT [FAULTS.json] [--token TOKEN]`.
+program it serves one tiny model, for scenarios.
 """
 
 from __future__ import annotations
@@ -73,11 +73,16 @@ def git_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+def sha256_of(token: str) -> str:
+    """What a server needs to know of a token, so that the token is nowhere but with its owner."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 class HubServer:
     """The server, serving while its `with` block runs.
 
-    `files`, `faults`, `token` (None lets anyone in) and `xet` may be changed at any time. `seen` lists every request as
-    (method, path, Authorization, Range).
+    `files`, `faults`, `token_sha256` (None lets anyone in), `gated` and `xet` may be changed at any time. `seen` lists
+    every request as (method, path, Authorization, Range).
     """
 
     def __init__(self, files: dict[str, bytes] | None = None, *, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -85,7 +90,7 @@ class HubServer:
         self.repository = MODEL
         self.revisions = {"main": COMMIT}
         self.faults: list[Fault] = []
-        self.token: str | None = None
+        self.token_sha256: str | None = None
         self.gated = False
         self.xet = False
         self.seen: list[tuple[str, str, str | None, str | None]] = []
@@ -155,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(path.removeprefix("/content/"), body=body)
         elif path.startswith("/cas/"):
             hub.stopping.wait()
-        elif hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
+        elif hub.token_sha256 not in (None, sha256_of(self.headers.get("Authorization", "").removeprefix("Bearer "))):
             self._refuse(401, "RepoNotFound")
         elif path.startswith(f"/api/models/{hub.repository}/"):
             self._api(path.removeprefix(f"/api/models/{hub.repository}/"), parse_qs(url.query))
@@ -237,6 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
         first, last = 0, len(content) - 1
         status = HTTPStatus.OK
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **(headers or {})}
+        if len(content) >= LARGE_BYTES:  # the client may have followed a redirect to the same host name
+            headers |= {"X-Repo-Commit": COMMIT, "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         if asked := _RANGE.fullmatch(self.headers.get("Range", "")):
             first, last = int(asked[1]), min(int(asked[2] or last), last)
             status = HTTPStatus.PARTIAL_CONTENT
@@ -284,19 +291,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until ended; a file of faults is read again for every request."""
+    """Serve until ended."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("address")
     parser.add_argument("port", type=int)
-    parser.add_argument("--address", default="0.0.0.0")  # noqa: S104  for lab hosts
-    parser.add_argument("--name", default="127.0.0.1", help="by which clients reach this server")
-    parser.add_argument("--token")
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--token-sha256")
     parser.add_argument("--shard-bytes", type=int, default=300_000)
     parser.add_argument("--slow-seconds", type=float, default=0.0)
     options = parser.parse_args()
-    hub = HubServer(model(options.shards, options.shard_bytes), address=options.address, port=options.port)
-    hub.url = hub.content_url = f"http://{options.name}:{options.port}"
-    hub.token = options.token
+    hub = HubServer(model(shard_bytes=options.shard_bytes), address=options.address, port=options.port)
+    hub.url = hub.content_url = f"http://{options.address}:{options.port}"
+    hub.token_sha256 = options.token_sha256
     if options.slow_seconds:
         hub.faults = [Fault("slow", seconds=options.slow_seconds)]
     hub.serve_forever()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hub_server import COMMIT, MODEL, Fault, HubServer, model
+from hub_server import COMMIT, MODEL, Fault, HubServer, model, sha256_of
 
 from vllm_fleet.target.weights import peer, sources
 from vllm_fleet.target.weights.files import MANIFEST, Manifest, WeightsError
@@ -266,7 +266,7 @@ def test_too_many_requests_are_waited_out_as_long_as_the_server_asks(bench: Benc
     hub.faults = [Fault("status", "tree", times=1, code=429, headers={"Retry-After": "1"})]
     bench.run()
     assert bench.holds() == hub.files
-    assert any("429; next try in 1 s" in line for line in bench.lines)
+    assert any("next try in 1 s" in line for line in bench.lines)
 
 
 def test_a_file_that_is_listed_and_not_there_is_named(bench: Bench, hub: HubServer) -> None:
@@ -373,7 +373,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_in_words_and_keeps_what_is_verified
 def test_the_token_goes_to_the_hub_alone_and_is_told_to_nobody(
     bench: Bench, hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hub.token = CANARY
+    hub.token_sha256 = sha256_of(CANARY)
     token_file = tmp_path / "token"
     token_file.write_text(f"{CANARY}\n")
     token_file.chmod(0o400)
@@ -390,7 +390,7 @@ def test_the_token_goes_to_the_hub_alone_and_is_told_to_nobody(
 
 
 def test_a_wrong_token_is_refused_without_being_shown(bench: Bench, hub: HubServer, tmp_path: Path) -> None:
-    hub.token = "hf_another"  # noqa: S105  not a secret
+    hub.token_sha256 = sha256_of("hf_another")
     token_file = tmp_path / "token"
     token_file.write_text(CANARY)
     message = bench.refused(token_file=token_file)
@@ -400,7 +400,7 @@ def test_a_wrong_token_is_refused_without_being_shown(bench: Bench, hub: HubServ
 
 def test_the_client_finds_no_token_but_the_one_that_was_given(bench: Bench) -> None:
     command, environment = HubSource(Job(**bench.options()), None, bench.home).command(["a", "b"], plain=False)
-    assert environment["HF_HUB_DISABLE_IMPLICIT_TOKEN"] == "1"
+    assert environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN") == "1"
     assert "--token" not in command
 
 

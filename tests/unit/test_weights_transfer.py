@@ -33,7 +33,9 @@ def test_who_writes_slowly_is_left_alone_for_longer_than_the_patience(tmp_path: 
 
 
 def test_who_stands_still_is_ended_with_its_children(tmp_path: Path) -> None:
-    script = f"head -c {64 * KIB} /dev/zero >{tmp_path}/file; (trap '' TERM; sleep 60; touch {tmp_path}/late) & echo $!; wait"
+    script = (
+        f"head -c {64 * KIB} /dev/zero >{tmp_path}/a; (trap '' TERM; sleep 60; touch {tmp_path}/late) & echo $!; wait"
+    )
     began = time.monotonic()
     outcome, _ = run(tmp_path, script)
     assert outcome.stalled

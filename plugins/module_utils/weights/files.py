@@ -205,15 +205,13 @@ def scan(folder: Path, exclude: Iterable[str] = ()) -> dict[str, os.stat_result]
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            relative = os.path.relpath(os.path.join(parent, name), folder)
+            relative = os.path.relpath(f"{parent}/{name}", folder)
             if name.startswith(MANIFEST) or fnmatch.fnmatch(name, PARTIAL) or excluded(relative, patterns):
                 continue
-            try:
-                status = os.stat(os.path.join(parent, name))
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                found[relative] = status
+            with contextlib.suppress(OSError):
+                status = (folder / relative).stat()
+                if stat.S_ISREG(status.st_mode):
+                    found[relative] = status
     return found
 
 
@@ -253,7 +251,7 @@ def usage(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):  # moved to its final name meanwhile
-                status = os.lstat(os.path.join(parent, name))
+                status = os.lstat(f"{parent}/{name}")
                 written += min(status.st_size, status.st_blocks * 512)
     return written
 

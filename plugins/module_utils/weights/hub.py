@@ -148,8 +148,8 @@ class Hub:
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise WeightsError(
-                    f"The certificate of {self.endpoint} is not trusted here: {reason.verify_message}. Where a proxy signs "
-                    "with its own authority, install that on the host, or name its file as SSL_CERT_FILE in "
+                    f"The certificate of {self.endpoint} is not trusted here: {reason.verify_message}. Where a proxy "
+                    "signs with its own authority, install that on the host, or name its file as SSL_CERT_FILE in "
                     "vllm_fleet_environment."
                 ) from None
             raise PassingError(f"{self.endpoint} does not answer: {reason or type(error).__name__}") from None
@@ -169,25 +169,25 @@ class Hub:
             )
         elif code == "EntryNotFound" or (error.code == 404 and name):  # noqa: PLR2004
             text = (
-                f"{repository} lists {name} at {revision}, but {self.endpoint} does not have it ({status}). A mirror may "
-                "not be complete yet: wait for it, or set model_weights_endpoint to another."
+                f"{repository} lists {name} at {revision}, but {self.endpoint} does not have it ({status}). A mirror "
+                "may not be complete yet: wait for it, or set model_weights_endpoint to another."
             )
         elif code == "GatedRepo":
             text = (
-                f"{repository} is gated, and {self.endpoint} does not give it out for {key} ({status}). Accept its terms "
-                "on its page with the account that owns the token, and set model_weights_token (from a vault) or "
+                f"{repository} is gated, and {self.endpoint} does not give it out for {key} ({status}). Accept its "
+                "terms on its page with the account that owns the token, and set model_weights_token (from a vault) or "
                 "model_weights_token_file."
             )
         elif code == "RepoNotFound" or error.code in (401, 404):
             text = (
-                f"{self.endpoint} shows no repository {repository} for {key} ({status}): it is misspelt, or private, or "
-                "the token is not valid. Check model_weights_id, and for a private or gated repository set "
+                f"{self.endpoint} shows no repository {repository} for {key} ({status}): it is misspelt, or private, "
+                "or the token is not valid. Check model_weights_id, and for a private or gated repository set "
                 "model_weights_token (from a vault) or model_weights_token_file."
             )
         else:
             text = (
-                f"{self.endpoint} refuses {repository} at {revision} for {key} ({status}). Check model_weights_endpoint "
-                "and the token's permissions."
+                f"{self.endpoint} refuses {repository} at {revision} for {key} ({status}). Check "
+                "model_weights_endpoint and the token's permissions."
             )
         raise WeightsError(text)
 

@@ -39,6 +39,7 @@ WRONG_TWICE = 2
 _LISTING_TRIES = 3
 _LONGEST_PAUSE_SECONDS = 300.0
 _RATE_SECONDS = 30.0
+_RATE_MEANS_SECONDS = 5.0  # before that, it says nothing about what is to come
 _SAVE_SECONDS = 10.0
 _THREADS = min(16, os.cpu_count() or 1)
 
@@ -72,7 +73,7 @@ class Report:
         self.status.update(
             done_bytes=min(done_bytes, self.status["total_bytes"]),
             bytes_per_second=int(rate),
-            seconds_left=int(max(0, left) / rate) if rate > 0 else None,
+            seconds_left=int(max(0, left) / rate) if rate > 0 and now - first_at >= _RATE_MEANS_SECONDS else None,
         )
         if now - self._written_at >= 1:
             self._write()
@@ -152,7 +153,7 @@ class Verifier:
 
     def _status(self, name: str) -> Optional[os.stat_result]:
         try:
-            return os.stat(self._folder / name)
+            return (self._folder / name).stat()
         except OSError:
             return None
 
@@ -347,13 +348,14 @@ def _patient(ask: Callable[[], Listing], job: Job, report: Report) -> Listing:
                     "(a proxy belongs into vllm_fleet_environment), or set model_weights_endpoint to a mirror, or "
                     "model_weights_source to a folder or a bundle."
                 ) from None
+            report.step("waiting", f"{job.id}: {error}")
             _pause(job, tried, str(error), report, error.wait_seconds)
     raise AssertionError
 
 
 def _pause(job: Job, tries: int, why: str, report: Report, at_least_seconds: float = 0.0) -> None:
     seconds = max(min(job.pause_seconds * 3 ** (tries - 1), _LONGEST_PAUSE_SECONDS), at_least_seconds)
-    report.step("waiting", f"{job.id}: {why}; next try in {seconds:.0f} s", note=f"{why}; next try in {seconds:.0f} s")
+    report.step("waiting", f"{job.id}: next try in {seconds:.0f} s", note=f"{why}; next try in {seconds:.0f} s")
     time.sleep(seconds)
 
 
@@ -363,9 +365,9 @@ def _require_space(job: Job, sizes: list[int]) -> None:
     free = shutil.disk_usage(job.folder).free
     if free < needed:
         raise WeightsError(
-            f"{job.folder} has {gib(free)} free, and {gib(needed)} are needed: {gib(sum(sizes))} of {job.id} are missing, "
-            f"and a transfer may hold its largest file ({gib(max(sizes))}) twice more. What is there and verified is kept. "
-            "Make room, or set model_weights_root to a larger disk."
+            f"{job.folder} has {gib(free)} free, and {gib(needed)} are needed: {gib(sum(sizes))} of {job.id} are "
+            f"missing, and a transfer may hold its largest file ({gib(max(sizes))}) twice more. What is there and "
+            "verified is kept. Make room, or set model_weights_root to a larger disk."
         )
 
 
@@ -377,23 +379,23 @@ def _why(job: Job, outcome: transfer.Outcome, wrong: Mapping[str, str]) -> str:
         return f"nothing arrived for {job.stall_minutes:g} min"
     if outcome.returncode == 0:
         return "the client ended as if all files were there"
-    said = " ".join(outcome.output[-3:])[-400:]
+    said = " ".join(line for line in outcome.output[-6:] if not line.startswith("Hint:"))[:400]
     return f"the client ended with {outcome.returncode}" + (f" ({said})" if said else "")
 
 
 def _give_up(job: Job, source: Source, wanted: Mapping[str, Wanted], missing: list[str], why: str) -> NoReturn:
     raise WeightsError(
-        f"{len(missing)} of {len(wanted)} files of {job.id} did not come from {source.name}: {job.tries} tries in a row "
-        f"brought none of them, with and without Xet. The last one: {why}. The other files are kept, and the next deploy "
-        f"takes up from there. Missing: {some(missing)}."
+        f"{len(missing)} of {len(wanted)} files of {job.id} did not come from {source.name}: {job.tries} tries in a "
+        f"row brought none of them, with and without Xet. The last one: {why}. The other files are kept, and the next "
+        f"deploy takes up from there. Missing: {some(missing)}."
     )
 
 
 def _refuse_bytes(job: Job, source: Source, name: str, how: str) -> NoReturn:
     raise WeightsError(
-        f"{source.name} gives out a {name} that is not the one of {job.id} at {job.commit}: {how}, twice. It was removed, "
-        "and nothing is served. Something between this host and the publisher changes or cuts files (a proxy, a mirror, a "
-        "bad copy, memory or disk): use another model_weights_endpoint or model_weights_source."
+        f"{source.name} gives out a {name} that is not the one of {job.id} at {job.commit}: {how}, twice. It was "
+        "removed, and nothing is served. Something between this host and the publisher changes or cuts files (a "
+        "proxy, a mirror, a bad copy, memory or disk): use another model_weights_endpoint or model_weights_source."
     )
 
 
@@ -401,9 +403,9 @@ def refuse_code(repository: str, commit: str, names: list[str]) -> NoReturn:
     """Refuse code that nobody has reviewed."""
     raise WeightsError(
         f"{repository} at {commit} holds Python files that the card does not allow: {some(names)}. With "
-        "--trust-remote-code the engine would run them with its own rights, so it is refused. Read them, then list each "
-        "with its SHA-256 under engine.trust_remote_code of the card; or set that to false, if vLLM has the model's class "
-        "itself."
+        "--trust-remote-code the engine would run them with its own rights, so it is refused. Read them, then list "
+        "each with its SHA-256 under engine.trust_remote_code of the card; or set that to false, if vLLM has the "
+        "model's class itself."
     )
 
 

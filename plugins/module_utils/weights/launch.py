@@ -1,4 +1,4 @@
-"""Starts a job as a transient systemd unit: it outlives the controller, has a user of its own, and sees no key but its own.
+"""Starts a job as a transient systemd unit: it outlives the controller, has its own user, and sees no key but its own.
 
 All that a job needs lies in its folder below /run, this package included, so that it goes on as it began whatever is
 installed meanwhile. After a restart of the host the next deploy starts it again, and it takes up where its manifest is.
@@ -15,11 +15,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 from . import copy_files, files, hub, job, peer, program, sources, transfer
 from .files import WeightsError
-from .unit import Unit
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 _PROGRAM = (copy_files, files, hub, job, peer, program, sources, transfer)
 _SANDBOX = (
@@ -49,8 +51,8 @@ def start(
 ) -> bool:
     """Start a job, or leave it running if it is the same one; returns whether it was started.
 
-    `writable` are the folders that it fills; they become its user's. A token reaches systemd by a file that exists for a
-    moment on a memory file system, and the job by systemd's credentials.
+    `writable` are the folders that it fills; they become its user's. A token reaches systemd by a file that exists for
+    a moment on a memory file system, and the job by systemd's credentials.
 
     Raises:
         WeightsError: It does not start.
@@ -131,6 +133,6 @@ def _hand_over(folder: Path, uid: int, gid: int) -> None:
     """Make a folder, and give it with all that is in it to the job's user."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     for parent, _, names in os.walk(folder):
-        for path in (parent, *(os.path.join(parent, name) for name in names)):
+        for path in (parent, *(f"{parent}/{name}" for name in names)):
             if os.lstat(path).st_uid != uid:
                 os.chown(path, uid, gid, follow_symlinks=False)

@@ -29,11 +29,11 @@ class _Handler(BaseHTTPRequestHandler):
     manifest: Manifest
     folder: Path
 
-    def do_GET(self) -> None:  # noqa: N802  the base class's name
+    def do_GET(self) -> None:
         """Answer with content."""
         self._answer(body=True)
 
-    def do_HEAD(self) -> None:  # noqa: N802  the base class's name
+    def do_HEAD(self) -> None:
         """Answer without content."""
         self._answer(body=False)
 

@@ -17,17 +17,22 @@ from .job import Report, run
 from .sources import Job
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
     if len(arguments) != 2 or arguments[0] not in ("fetch", "serve"):  # noqa: PLR2004
-        print(__doc__, file=sys.stderr)
+        sys.stderr.write(f"{__doc__}\n")
         return 2
     path = Path(arguments[1])
     options = json.loads(path.read_text(encoding="utf-8"))
     if arguments[0] == "serve":
         peer.serve(**options)
         return 0
-    report = Report(path.with_name("status.json"), lambda line: print(line, flush=True))
+    report = Report(path.with_name("status.json"), _say)
     credentials = os.environ.get("CREDENTIALS_DIRECTORY")
     token_file = Path(credentials) / "hub-token" if credentials else None
     os.environ.update(options.get("environment", {}))  # proxies, for our own questions too

@@ -113,6 +113,7 @@ class HubSource:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "NO_COLOR": "1",
             "HF_HUB_DISABLE_XET": "1" if plain else "0",
             "HF_XET_CHUNK_CACHE_SIZE_BYTES": "0",  # each chunk is fetched once: a cache of 10 GB would only take space
             # The token by its file's path. Without one, none that happens to lie around either.
@@ -136,8 +137,8 @@ class FolderSource:
         found = scan(self._path, self._job.exclude)
         if not found:
             raise WeightsError(
-                f"{self._path} is not there on this host, or holds no files, or they cannot be read. Mount it, or correct "
-                "model_weights_source."
+                f"{self._path} is not there on this host, or holds no files, or they cannot be read. Mount it, or "
+                "correct model_weights_source."
             )
         sums, compared = self._sums()
         missing = [name for name in sums if name not in found]

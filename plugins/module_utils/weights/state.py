@@ -33,16 +33,19 @@ class Look:
     """What was seen.
 
     Attributes:
-        verified: Every file is there, and is the one that was verified.
-        why: What is not so, in a few words; empty when verified.
+        why: What is not as it was verified, in a few words; empty when everything is.
         manifest: The manifest that says so.
         found: Names of the files that lie there.
     """
 
-    verified: bool
     why: str
     manifest: Manifest
     found: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def verified(self) -> bool:
+        """Every file is there, and is the one that was verified."""
+        return not self.why
 
     @property
     def code(self) -> dict[str, str]:
@@ -66,14 +69,14 @@ def look(folder: Path, manifest_path: Path, *, repository: str, commit: str, exc
         manifest = Manifest.read(folder / MANIFEST)
     found = scan(folder, exclude)
     if manifest is None:
-        return Look(False, "not verified yet" if found else "not there yet", Manifest(), sorted(found))
+        return Look("not verified yet" if found else "not there yet", Manifest(), sorted(found))
     names = sorted(found)
     if (manifest.id, manifest.commit) != (repository, commit):
-        return Look(False, f"verified as {manifest.id} at {manifest.commit or 'no commit'}", manifest, names)
+        return Look(f"verified as {manifest.id} at {manifest.commit or 'no commit'}", manifest, names)
     if not manifest.complete:
-        return Look(False, f"begun, {len(manifest.files)} files verified so far", manifest, names)
+        return Look(f"begun, {len(manifest.files)} files verified so far", manifest, names)
     if manifest.exclude != exclude:
-        return Look(False, "verified with other model_weights_exclude", manifest, names)
+        return Look("verified with other model_weights_exclude", manifest, names)
     status = {name: found.get(name) or _status(folder / name) for name in manifest.files}
     gone = [name for name, seen in status.items() if seen is None]
     changed = [name for name, seen in status.items() if seen is not None and not manifest.settled(name, seen)]
@@ -83,7 +86,7 @@ def look(folder: Path, manifest_path: Path, *, repository: str, commit: str, exc
         for named, what in ((gone, "missing"), (changed, "changed since verified"), (added, "added since"))
         if named
     )
-    return Look(not why, why, manifest, names)
+    return Look(why, manifest, names)
 
 
 def require_model(folder: Path, names: Sequence[str], repository: str) -> None:
@@ -108,8 +111,8 @@ def require_model(folder: Path, names: Sequence[str], repository: str) -> None:
     missing = wanted.difference(names)
     if missing:
         raise WeightsError(
-            f"{folder} is incomplete. Its index names files that are not there: {some(missing)}. Copy them, or empty the "
-            "folder and deploy again."
+            f"{folder} is incomplete. Its index names files that are not there: {some(missing)}. Copy them, or empty "
+            "the folder and deploy again."
         )
 
 
@@ -127,13 +130,13 @@ def require_usable(folder: Path, names: Sequence[str], user: str) -> None:
                     f"{folder} lies under {place}, which the engines' units cannot see ({setting}). Put the files "
                     "elsewhere, for example under /srv, and set model_weights_folder (or model_weights_root) to it."
                 )
-    refused = unreadable([os.path.join(folder, name) for name in names], user)
+    refused = unreadable([f"{folder}/{name}" for name in names], user)
     if refused:
         path, reason = refused[0]
         raise WeightsError(
-            f"The engine's user {user} cannot read {len(refused)} of {len(names)} files in {folder}: {path}: {reason}. Give "
-            "it the right to read the files and to pass through every folder above them, for example with "
-            f"chmod -R o+rX {folder}."
+            f"The engine's user {user} cannot read {len(refused)} of {len(names)} files in {folder}: {path}: "
+            f"{reason}. Give it the right to read the files and to pass through every folder above them, for example "
+            f"with chmod -R o+rX {folder}."
         )
 
 
@@ -177,14 +180,14 @@ def unreadable(paths: Sequence[str], user: str) -> list[tuple[str, str]]:
 def prunable(root: Path, current: Path, keep: int, used_by: Sequence[str]) -> list[Path]:
     """Return former downloads that nothing names, but for the `keep` latest.
 
-    `used_by` are patterns of files, such as units: a download whose path stands in one of them is in use. So is one that
-    a job is filling.
+    `used_by` are patterns of files, such as units: a download whose path stands in one of them is in use. So is one
+    that a job is filling.
     """
     texts = [
         Path(name).read_text(encoding="utf-8", errors="replace")
         for pattern in used_by
-        for name in glob.glob(pattern)
-        if os.path.isfile(name)
+        for name in glob.glob(pattern)  # noqa: PTH207  an absolute pattern, which Path.glob does not take
+        if Path(name).is_file()
     ]
     former = [
         marker
