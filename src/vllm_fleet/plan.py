@@ -112,6 +112,7 @@ class Plan:
                 "revision": self.card.revision,
                 "card": self.card.name,
                 "served_name": self.served_name,
+                "remote_code": dict(self.card.engine.remote_code),
             },
             "vllm_version": self.options.vllm_version,
             "accelerator": self.options.accelerator,

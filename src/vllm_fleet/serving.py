@@ -25,6 +25,8 @@ HOST_MEMORY_PRICE = (
     "speed does not count. Known reports: 19 GB/s of bus bandwidth on RTX PRO 6000 cards, and 8 to 14 % fewer tokens "
     "on two RTX 5060 Ti."
 )
+# An engine starts from verified files and asks nobody for more, whatever a card says.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 HOPPER = 9
 OPEN_REPORTS_ON_WORKSTATIONS = {
     "mla": "An open report has latent attention with an FP8 cache run out of resources (vLLM issue 46721).",
@@ -71,8 +73,6 @@ def serving(
         "VLLM_PORT": str(settings.internal_port),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(settings.ready_timeout_seconds),
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
     }
     gpus = ",".join(topology.gpus[m].identity for m in members)
     if options.accelerator == "cpu":
@@ -88,7 +88,7 @@ def serving(
         _attention(result, topology, card, layout=layout, members=members, settings=settings)
         _collectives(result, topology, options, members)
     result.args += card.engine.args
-    result.env |= card.engine.env
+    result.env |= {**card.engine.env, **OFFLINE}
     return result
 
 
@@ -119,7 +119,7 @@ def _arguments(card: Card, options: Options, layout: Layout, settings: Settings)
     switches = {
         "--enable-expert-parallel": layout.expert_parallel,
         "--enable-auto-tool-choice": engine.tool_parser is not None,
-        "--trust-remote-code": engine.trust_remote_code,
+        "--trust-remote-code": bool(engine.remote_code),
     }
     pairs = [item for flag, value in valued.items() if value is not None for item in (flag, str(value))]
     return pairs + [flag for flag, on in switches.items() if on]

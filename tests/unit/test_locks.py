@@ -66,6 +66,12 @@ def test_the_cuda_compiler_is_of_the_runtimes_minor(lock: Path) -> None:
     assert {name: found[name][0].rsplit(".", 1)[0] for name in compilers} == dict.fromkeys(compilers, runtime)
 
 
+def test_the_tests_talk_to_the_hub_as_hosts_do() -> None:
+    """The tests' `hf` client is of a version that an engine's environment brings."""
+    brought = {requirements(lock)["huggingface-hub"][0] for lock in ENGINE_LOCKS}
+    assert requirements(ROOT / "requirements.lock")["huggingface-hub"][0] in brought
+
+
 @pytest.mark.parametrize("lock", CPU_LOCKS, ids=lambda lock: lock.name)
 def test_the_cpu_lock_takes_the_published_torch_and_no_cuda(lock: Path) -> None:
     found = requirements(lock)

@@ -141,6 +141,21 @@ def test_command_line_and_environment_of_the_reference_plan() -> None:
     assert all(isinstance(text, str) for text in [*replica["args"], *env.values()])
 
 
+def test_reviewed_code_is_handed_to_the_roles_that_compare_it() -> None:
+    reviewed = {"modeling_minimax_m2.py": "ab" * 32}
+    card = M2_5 | {"engine": M2_5["engine"] | {"trust_remote_code": reviewed}}
+    plan = planned(REFERENCE, card)
+    assert plan["model"]["remote_code"] == reviewed
+    assert all("--trust-remote-code" in replica["args"] for replica in plan["replicas"])
+    assert planned(REFERENCE)["model"]["remote_code"] == {}
+
+
+def test_no_card_sends_an_engine_online() -> None:
+    card = M2_5 | {"engine": M2_5["engine"] | {"env": {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}}}
+    env = planned(REFERENCE, card)["replicas"][0]["env"]
+    assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == "1"
+
+
 def test_each_limit_strikes_before_the_one_around_it() -> None:
     replica = planned(REFERENCE)["replicas"][0]
     start, engine = replica["expected"]["start_seconds"], int(replica["env"]["VLLM_ENGINE_READY_TIMEOUT_S"])
