@@ -356,7 +356,7 @@ def port_findings(replica: Mapping[str, Any]) -> list[Finding]:
     return [
         Finding(
             "port_taken",
-            "Port {0} is taken by {1} (process {2}, {3}). Stop that, or deploy with another vllm_plan_first_port.".format(
+            "Port {0} is taken by {1} (process {2}, {3}). Stop it, or deploy with another vllm_plan_first_port.".format(
                 entry["port"], entry["program"] or "a program", entry["pid"] or "unknown", entry["unit"] or "no unit"
             ),
             passing=True,

@@ -188,8 +188,8 @@ def _check_ports(replicas: Sequence[Replica]) -> None:
             if first <= listening.settings.port < first + INTERNAL_PORT_STRIDE:
                 raise BadInputError(
                     f"Plan option first_port puts {listening.name} on port {listening.settings.port}, and ports "
-                    f"{first} to {first + INTERNAL_PORT_STRIDE - 1} are for what {talking.name} says within itself. Choose a "
-                    f"first_port below {INTERNAL_PORT_FIRST - len(replicas)}, such as {Options.first_port}."
+                    f"{first} to {first + INTERNAL_PORT_STRIDE - 1} are for what {talking.name} says within itself. "
+                    f"Choose a first_port below {INTERNAL_PORT_FIRST - len(replicas)}, such as {Options.first_port}."
                 )
 
 
