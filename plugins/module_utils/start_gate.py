@@ -44,10 +44,10 @@ XID_SINCE = "1 hour ago"
 PAUSE_SECONDS = 5.0
 END_SECONDS = 10.0  # for a killed process to be gone
 
-# A ring buffer between the engine's processes is 160 MiB, and the engine refuses to start without that much free
-# (vLLM 0.32, shm_broadcast.py); NCCL's documentation asks for 1 GiB where ranks meet through shared memory.
+# A ring buffer between the engine's processes is 160 MiB, and the engine refuses to start without that much free (vLLM
+# 0.32, shm_broadcast.py); ranks have one each way, and NCCL's buffers beside them.
 SHM_MIB = 256
-SHM_RANKS_MIB = 1024
+SHM_RANKS_MIB = 512
 CACHE_MIB = 256  # compiled kernels of one release are some 100 MB
 
 STALE_SECONDS = 600.0
@@ -96,12 +96,14 @@ class Processes:
 
         Args:
             user: The engines' user.
-            unit: The unit that is about to start. Nothing of it is meant to run yet.
+            unit: The unit that is about to start.
             procfs_root: Where procfs is.
         """
         self._user = user
-        self._unit = unit
         self._procfs = Path(procfs_root)
+        own = self.read(os.getpid())
+        # Started by the unit itself, nothing else of it is meant to run yet; run by hand, it may well.
+        self._starting = unit if own is not None and own.unit == unit else None
         self._live: dict[str, bool] = {}
 
     def read(self, pid: int) -> Optional[Process]:
@@ -128,7 +130,7 @@ class Processes:
 
     def is_orphan(self, process: Process) -> bool:
         """Whether a process is what a dead unit of ours left behind."""
-        return process.user == self._user and (process.unit in (None, self._unit) or not self._lives(process.unit))
+        return process.user == self._user and (process.unit in (None, self._starting) or not self._lives(process.unit))
 
     def _lives(self, unit: Optional[str]) -> bool:
         """Whether systemd runs a unit; in doubt it does."""

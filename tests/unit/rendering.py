@@ -24,9 +24,14 @@ def reference_plan() -> dict[str, Any]:
     return make_plan(host, catalog.read_card("minimax_m2_5"), {}).to_dict()
 
 
+@cache
+def _start_ansible() -> None:
+    init_plugin_loader()
+
+
 def render(template: str, **variables: Any) -> str:
     """A template of the role with its own defaults and vars, as a deploy of the reference host would have them."""
-    init_plugin_loader()
+    _start_ansible()
     loader = DataLoader()
     given: dict[str, Any] = {}
     for part in ("defaults", "vars"):
