@@ -162,7 +162,7 @@ def config_broken(replica: dict) -> Break:
     kill(replica, "vllm serve")
     try:
         before = int(shown(replica, "NRestarts"))
-        wait("a start that fails", 120, lambda: int(shown(replica, "NRestarts")) >= before + 2)  # noqa: PLR2004
+        wait("a start that fails", 120, lambda: int(shown(replica, "NRestarts")) >= before + 2)
         yield
     finally:
         (folder / "broken.conf").unlink()
