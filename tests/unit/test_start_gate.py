@@ -311,9 +311,17 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
-def test_the_verdict_is_a_file(tmp_path: Path, arguments: list[str]) -> None:
-    assert main(arguments) == 0
+def test_the_verdict_is_a_file_that_the_engine_can_read_whatever_the_units_umask(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    before = os.umask(0o077)
+    try:
+        assert main(arguments) == 0
+    finally:
+        os.umask(before)
     assert (tmp_path / "run" / "m-0").read_text() == "passed\n"
+    assert (tmp_path / "run" / "m-0").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_refusal_is_written_with_its_reasons_and_said_with_its_code(
