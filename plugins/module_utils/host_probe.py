@@ -606,7 +606,8 @@ def _gpu_problems(
         )
 
 
-def _log_problems(kernel_log: Optional[str]) -> list[Problem]:
+def log_problems(kernel_log: Optional[str]) -> list[Problem]:
+    """What the kernel log says of failing GPUs: one problem for each GPU and Xid, with `pci_bus_id`."""
     if kernel_log is None:
         return [
             problem(
@@ -865,7 +866,7 @@ def read_host(
         + compare_gpus(gpus, set(by_bus), records, module, matrix["gpus"])
         + compare_lstopo(gpus, nodes, lstopo)
         + of_checks
-        + _log_problems(kernel_log)
+        + log_problems(kernel_log)
     )
     return topology
 
@@ -937,12 +938,16 @@ def smi_runner(nvidia_smi: str, timeout_seconds: float) -> RunSmi:
     return lambda arguments: _run([nvidia_smi, *arguments], timeout_seconds)
 
 
-def read_kernel_log(path: Optional[str], timeout_seconds: float) -> Optional[str]:
-    """The kernel log from a file, or of this boot from journalctl or dmesg; None when none of them answers."""
+def read_kernel_log(path: Optional[str], timeout_seconds: float, since: Optional[str] = None) -> Optional[str]:
+    """The kernel log from a file, or of this boot from journalctl or dmesg; None when none of them answers.
+
+    With `since` (a time as journalctl takes it) only what came later, and only from journalctl.
+    """
     if path:
         data = _Tree("").data(path)
         return None if data is None else data.decode("utf-8", "replace")
-    for command in (["journalctl", "-k", "-b", "--no-pager", "-o", "short", "-n", "20000"], ["dmesg"]):
+    journal = ["journalctl", "-k", "-b", "--no-pager", "-o", "short", "-n", "20000"]
+    for command in ([*journal, "--since", since],) if since else (journal, ["dmesg"]):
         output = _run(command, timeout_seconds)
         # A user who may not read the kernel's messages is shown none, with success; a boot without any does not exist.
         if output.failure is None and output.exit_code == 0 and re.search(r"kernel: |^\[", output.text, re.MULTILINE):

@@ -80,6 +80,11 @@ verified:
   returned: always
   type: bool
   sample: true
+manifest:
+  description: Where on the host the record of what was verified is.
+  returned: always
+  type: str
+  sample: /var/lib/vllm-fleet/weights/MiniMaxAI--MiniMax-M2.5/f710177d938eff80b684d42c5aa84b382612f21f/.vllm-fleet.json
 summary:
   description: A sentence for a reader.
   returned: always
@@ -144,9 +149,10 @@ def main() -> None:
     )
     options = module.params
     folder = Path(options["folder"])
+    manifest = manifest_path(options["folder"], options["root"], in_place=options["in_place"])
     seen = state.look(
         folder,
-        manifest_path(options["folder"], options["root"], in_place=options["in_place"]),
+        manifest,
         repository=options["id"],
         commit=options["commit"],
         exclude=options["exclude"],
@@ -169,6 +175,7 @@ def main() -> None:
     module.exit_json(
         changed=bool(removed) or (module.check_mode and not seen.verified),
         verified=seen.verified,
+        manifest=str(manifest),
         summary=seen.summary(options["folder"]),
         files=len(seen.manifest.files),
         size_bytes=seen.manifest.size,

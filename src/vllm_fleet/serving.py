@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from vllm_fleet.accelerator import BLACKWELL_WORKSTATION
 from vllm_fleet.catalog import Card, Speculative
 from vllm_fleet.layout import Layout
-from vllm_fleet.options import Options
+from vllm_fleet.options import Options, parse_version
 from vllm_fleet.placement import farthest_link
 from vllm_fleet.speed import CUSTOM_ALL_REDUCE_PCIE_RANKS
 from vllm_fleet.topology import Topology
@@ -27,6 +27,7 @@ HOST_MEMORY_PRICE = (
 )
 # An engine starts from verified files and asks nobody for more, whatever a card says.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+NUMA_BIND_VERSION = (0, 32, 0)  # the first whose --numa-bind was read; it runs numactl, a package of vllm_runtime
 HOPPER = 9
 OPEN_REPORTS_ON_WORKSTATIONS = {
     "mla": "An open report has latent attention with an FP8 cache run out of resources (vLLM issue 46721).",
@@ -87,6 +88,7 @@ def serving(
         _kernels(result, topology, card, members)
         _attention(result, topology, card, layout=layout, members=members, settings=settings)
         _collectives(result, topology, options, members)
+        _binding(result, topology, members, options)
     result.args += card.engine.args
     result.env |= {**card.engine.env, **OFFLINE}
     return result
@@ -230,6 +232,24 @@ def _collectives(result: Serving, topology: Topology, options: Options, members:
             )
     elif link != "NV":
         _pcie(result, topology, verdict, len(members), link)
+
+
+def _binding(result: Serving, topology: Topology, members: Sequence[int], options: Options) -> None:
+    """Who pins a replica that spans NUMA nodes: the engine, each rank to its GPU's node (by numactl).
+
+    One on a single node is pinned by its unit, and never by both.
+    """
+    nodes = [topology.gpus[m].numa_node for m in members]
+    spanned = [topology.numa_nodes.get(node) for node in set(nodes) if node is not None]
+    if len(spanned) < 2 or None in nodes or not all(node and node.bindable for node in spanned):  # noqa: PLR2004  spans
+        return
+    if parse_version(options.vllm_version) < NUMA_BIND_VERSION:
+        return
+    result.args += ["--numa-bind", "--numa-bind-nodes", *map(str, nodes)]
+    result.reasons.append(
+        f"Each rank is bound to its GPU's NUMA node ({', '.join(map(str, nodes))}) by the engine itself: a unit has "
+        "one place for all its processes."
+    )
 
 
 def _pcie(result: Serving, topology: Topology, verdict: str, ranks: int, link: str | None) -> None:

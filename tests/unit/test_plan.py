@@ -839,3 +839,21 @@ def test_more_memory_never_holds_less(facts: dict[str, Any], card: dict[str, Any
     if after["layout"] == before["layout"]:
         tokens = [[r["expected"]["kv_cache_tokens"] for r in plan["replicas"]] for plan in (before, after)]
         assert all(more >= less for less, more in zip(*tokens, strict=True))
+
+
+def test_a_replica_that_spans_nodes_is_bound_rank_by_rank_by_the_engine_and_others_by_their_unit_alone() -> None:
+    two_of_each = {"exclude_gpus": [0, 1, 4, 5]}
+    (replica,) = planned(two_sockets(), **two_of_each)["replicas"]
+    start = replica["args"].index("--numa-bind")
+    assert replica["args"][start : start + 6] == ["--numa-bind", "--numa-bind-nodes", "0", "0", "1", "1"]
+    assert replica["memory_policy"] == "none"
+    assert "--numa-bind" not in planned(two_sockets())["replicas"][0]["args"]
+    assert "--numa-bind" not in planned(two_sockets(), vllm_version="0.31.0", **two_of_each)["replicas"][0]["args"]
+    assert "--numa-bind" not in planned(two_sockets(bindable=False), **two_of_each)["replicas"][0]["args"]
+
+
+def test_a_first_port_among_the_engines_own_is_refused() -> None:
+    for port in (21990, 22500):
+        with pytest.raises(BadInputError, match="first_port below"):
+            planned(REFERENCE, first_port=port)
+    assert planned(REFERENCE, first_port=20998)
