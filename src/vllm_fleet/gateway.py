@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+MAX_SERVER_ID = 2**31 - 1  # HAProxy's
 
 
 class GatewayError(ValueError):
@@ -32,7 +36,10 @@ def backends(
         gateway_host: The gateway's own name.
 
     Returns:
-        {host: {"model": served name, "servers": [{"name", "address", "port"}]}}, in the order of `serves`.
+        {host: {"model": served name, "servers": [{"name", "id", "replica", "address", "port", "places"}]}}, in the order
+        of `serves`. `places` is how many requests the replica works on at once. `id` is HAProxy's: a function of the
+        name, so that every gateway sends a conversation to the same replica, and a host that comes or goes moves no
+        other's.
 
     Raises:
         GatewayError: Hosts serve different model names, or a replica listens on the
@@ -62,14 +69,35 @@ def backends(
                     f"{gateway_host} cannot reach. Set vllm_plan_bind_address of {host} to its address on the "
                     "fleet network."
                 )
-    return entries
+    return _with_ids(entries)
 
 
 def _entry(host: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": plan["model"]["served_name"],
         "servers": [
-            {"name": f"{host}.{replica['name']}", "address": replica["bind_address"], "port": replica["port"]}
+            {
+                "name": f"{host}.{replica['name']}",
+                "replica": replica["name"],
+                "address": replica["bind_address"],
+                "port": replica["port"],
+                "places": replica["max_num_seqs"],
+            }
             for replica in plan["replicas"]
         ],
+    }
+
+
+def _with_ids(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Give every server its number; of two names that share a checksum, the later one takes the next."""
+    ids: dict[int, str] = {}
+    for name in sorted(server["name"] for entry in entries.values() for server in entry["servers"]):
+        number = zlib.crc32(name.encode()) % MAX_SERVER_ID + 1
+        while number in ids:
+            number = number % MAX_SERVER_ID + 1
+        ids[number] = name
+    by_name = {name: number for number, name in ids.items()}
+    return {
+        host: {**entry, "servers": [{**server, "id": by_name[server["name"]]} for server in entry["servers"]]}
+        for host, entry in entries.items()
     }
