@@ -2,8 +2,8 @@
 """A stand-in for `vllm serve`: the same API, command line, metrics, log-in and signals, and tokens at a steady rate.
 
 For scenarios that restart many engines, or that measure what lies in front of one: it starts in a tenth of a second,
-takes 20 MB, and sends its tokens to a fixed clock. It says the two sentences of the lab's checkpoint. That it answers as
-the real engine does is held by tests/engine_contract.py, whose requests are sent to both. Standard library only.
+takes 20 MB, and sends its tokens to a fixed clock. It says the two sentences of the lab's checkpoint. That it answers
+as the real engine does is held by tests/engine_contract.py, whose requests are sent to both. Standard library only.
 
 Usage: stand_in_engine.py serve MODEL [the flags of vllm serve]
 
@@ -34,8 +34,11 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, AsyncGenerator
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
 
 VERSION = "0.32.0"
 REASONING = "The question does not matter: these weights know one answer."
@@ -105,7 +108,10 @@ class Histogram:
         bounds = [*(repr(bound) for bound in self.bounds), "+Inf"]
         counted = list(itertools.accumulate(self.counts))
         return [
-            *(f'{name}_bucket{{{labels},le="{bound}"}} {float(count)}' for bound, count in zip(bounds, counted)),
+            *(
+                f'{name}_bucket{{{labels},le="{bound}"}} {float(count)}'
+                for bound, count in zip(bounds, counted, strict=True)
+            ),
             f"{name}_count{{{labels}}} {float(counted[-1])}",
             f"{name}_sum{{{labels}}} {self.total}",
         ]
@@ -512,7 +518,9 @@ class Engine:
         except ValueError:
             raise RequestError(HTTPStatus.BAD_REQUEST, "Bad Request", "JSON decode error", "body.0") from None
         if not isinstance(asked, dict) or needed not in asked:
-            message = f"1 validation error:\n  {{'type': 'missing', 'loc': ('body', '{needed}'), 'msg': 'Field required'}}"
+            message = (
+                f"1 validation error:\n  {{'type': 'missing', 'loc': ('body', '{needed}'), 'msg': 'Field required'}}"
+            )
             raise RequestError(HTTPStatus.BAD_REQUEST, "Bad Request", message, f"body.{needed}")
         model = asked.get("model") or self.given.model
         if model != self.given.model:
@@ -693,8 +701,8 @@ async def run(given: Settings) -> int:
     busy = engine.metrics.running + engine.metrics.waiting
     say(f"stand-in: draining {busy} requests for at most {given.shutdown_seconds:g} s")
     deadline = time.monotonic() + given.shutdown_seconds
-    while engine.metrics.running + engine.metrics.waiting and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
+    while engine.metrics.running + engine.metrics.waiting and time.monotonic() < deadline:  # noqa: ASYNC110  two ends
+        await asyncio.sleep(TICK_SECONDS / 5)
     server.close()
     return 0
 

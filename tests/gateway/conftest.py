@@ -9,11 +9,11 @@ import os
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +28,8 @@ from ansible.template import Templar, trust_as_template
 from vllm_fleet.gateway import backends
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    import ssl
+    from collections.abc import Iterable, Iterator
 
 REPOSITORY = Path(__file__).parents[2]
 ROLE = REPOSITORY / "roles" / "model_gateway"
@@ -263,7 +264,11 @@ def role_variables() -> dict[str, Any]:
     """Defaults and internal variables of the role, templates in them included."""
     loader = DataLoader()
     files = (ROLE / "defaults" / "main.yml", ROLE / "vars" / "main.yml")
-    return {name: value for file in files for name, value in loader.load_from_file(str(file), trusted_as_template=True).items()}
+    return {
+        name: value
+        for file in files
+        for name, value in loader.load_from_file(str(file), trusted_as_template=True).items()
+    }
 
 
 class Gateway:
@@ -316,7 +321,9 @@ class Gateway:
         (self.folder / "haproxy.cfg").write_text("\n".join(kept) + "\n")
         for name in ("clients.map", "engine.map"):
             (self.folder / name).write_text(self.render(f"{name}.j2"))
-        entries = {"gw": {"servers": [{"name": f"gw.{r.name}", "address": r.address, "port": r.port} for r in self.replicas]}}
+        entries = {
+            "gw": {"servers": [{"name": f"gw.{r.name}", "address": r.address, "port": r.port} for r in self.replicas]}
+        }
         (self.folder / "backends.json").write_text(json.dumps(entries))
 
     def start(self) -> Self:
@@ -386,12 +393,17 @@ class Gateway:
         return (self.folder / "haproxy.log").read_text()
 
 
+Fleet = Callable[..., Gateway]
+
+
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., Gateway]]:
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
     """Make a gateway over so many replicas, each on a loopback address of its own, like hosts."""
     with contextlib.ExitStack() as undo:
 
-        def make(count: int = 2, places: int = 8, environment: dict[str, str] | None = None, **variables: Any) -> Gateway:
+        def make(
+            count: int = 2, places: int = 8, environment: dict[str, str] | None = None, **variables: Any
+        ) -> Gateway:
             health_port = free_port()
             replicas = []
             for index in range(count):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from conftest import Gateway, ask, chat, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-Fleet = "Callable[..., Gateway]"
+    from conftest import Fleet
+
 HEADER = "X-Session-ID"
 CONVERSATIONS = [f"conversation-{index}" for index in range(24)]
 

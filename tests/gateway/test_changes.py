@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 from conftest import KEYS, REPOSITORY, Load, Replica, ask, chat, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Gateway
-
-Fleet = "Callable[..., Gateway]"
+    from conftest import Fleet, Gateway
 
 
 def test_a_key_is_added_and_another_revoked_while_clients_ask(fleet: Fleet) -> None:

@@ -11,11 +11,7 @@ import pytest
 from conftest import INTERVAL_SECONDS, Agent, Load, chat, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Gateway
-
-Fleet = "Callable[..., Gateway]"
+    from conftest import Fleet, Gateway
 
 
 def said(gateway: Gateway, index: int, word: str) -> None:

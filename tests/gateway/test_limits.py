@@ -10,17 +10,15 @@ import pytest
 from conftest import KEYS, ask, chat, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from conftest import Fleet
 
-    from conftest import Gateway
-
-Fleet = "Callable[..., Gateway]"
 
 SLOW = {"STAND_IN_TOKENS_PER_SECOND": "10"}
 
 
 def test_a_client_over_its_rate_is_told_to_wait_and_others_are_not(fleet: Fleet) -> None:
-    gateway = fleet(model_gateway_requests_per_minute=5, model_gateway_client_limits={"bob": {"requests_per_minute": 8}})
+    own = {"bob": {"requests_per_minute": 8}}
+    gateway = fleet(model_gateway_requests_per_minute=5, model_gateway_client_limits=own)
     statuses = {name: [ask(gateway.port, key=key).status for _ in range(10)] for name, key in KEYS.items()}
     assert statuses == {"alice": [200] * 5 + [429] * 5, "bob": [200] * 8 + [429] * 2}
     answer = ask(gateway.port)
@@ -52,7 +50,8 @@ def test_when_all_places_are_taken_requests_wait_and_when_the_queue_is_full_they
         running = [clients.submit(chat, gateway.port, 30) for _ in range(4)]
         wait_for(lambda: sum(replica.running for replica in gateway.replicas) == 4)
         waiting = [clients.submit(chat, gateway.port, 5) for _ in range(3)]
-        wait_for(lambda: 'backend_current_queue{proxy="replicas"} 3' in ask(gateway.metrics_port, "/metrics").body.decode())
+        queue = b'backend_current_queue{proxy="replicas"} 3'
+        wait_for(lambda: queue in ask(gateway.metrics_port, "/metrics").body)
         start = time.monotonic()
         refused = chat(gateway.port, 5)
         assert time.monotonic() - start < 1

@@ -12,11 +12,7 @@ import pytest
 from conftest import ENGINE_KEY, KEYS, MODEL, ask, chat, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Gateway
-
-Fleet = "Callable[..., Gateway]"
+    from conftest import Fleet
 
 
 def test_a_chat_is_answered_and_the_log_shows_who_asked_but_not_what(fleet: Fleet) -> None:
