@@ -285,7 +285,7 @@ class Client:
         """Stream server-sent events, each in a chunk of its own as soon as it is there."""
         head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
         await self.send(head.encode())
-        async with contextlib.aclosing(events):  # a client that left frees its place at once
+        async with contextlib.aclosing(events):
             async for event in events:
                 data = f"data: {event}\n\n".encode()
                 await self.send(b"%x\r\n%s\r\n" % (len(data), data))
@@ -335,9 +335,10 @@ class Engine:
             await self._take_place(client)
             try:
                 self.metrics.prompt_tokens += prompt_tokens
-                async for token in self._paced(asked, arrived, client):
-                    reason = token.finish_reason or reason
-                    yield token
+                async with contextlib.aclosing(self._paced(asked, arrived, client)) as paced:
+                    async for token in paced:
+                        reason = token.finish_reason or reason
+                        yield token
             finally:
                 self._places.release()
                 self.metrics.running -= 1
@@ -456,60 +457,30 @@ class Engine:
     async def _completions(self, request: Request, client: Client) -> None:
         asked = self._asked(request, "prompt")
         prompt_tokens = len(words(str(asked["prompt"])))
-        tokens = self.tokens({"max_tokens": 16} | asked, prompt_tokens, client)
         base = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         base["model"] = self.given.model
-        if asked.get("stream"):
-            await client.events(completion_events(base, tokens, asked, prompt_tokens))
-            return
-        said = [token async for token in tokens]
-        choice = {
-            "index": 0,
-            "text": "".join(token.text for token in said),
-            "logprobs": None,
-            "finish_reason": said[-1].finish_reason,
-            "stop_reason": None,
-            "token_ids": None,
-            "prompt_logprobs": None,
-            "prompt_token_ids": None,
-            "routed_experts": None,
-        }
-        await client.json(whole_answer(base, choice, usage(prompt_tokens, said)))
+        async with contextlib.aclosing(self.tokens({"max_tokens": 16} | asked, prompt_tokens, client)) as tokens:
+            if asked.get("stream"):
+                await client.events(completion_events(base, tokens, asked, prompt_tokens))
+                return
+            said = [token async for token in tokens]
+        await client.json(whole_answer(base, completion_choice(said), usage(prompt_tokens, said)))
 
     async def _chat(self, request: Request, client: Client) -> None:
         asked = self._asked(request, "messages")
         prompt_tokens = sum(len(words(str(message.get("content")))) + 4 for message in asked["messages"])
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or self.given.max_model_len
-        tokens = self.tokens(asked | {"max_tokens": limit}, prompt_tokens, client)
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
         base["model"] = self.given.model
         parse = self.given.reasoning and self.fault != "wrong"
-        if asked.get("stream"):
-            base["object"] += ".chunk"
-            await client.events(chat_events(base, tokens, asked, prompt_tokens, parse=parse))
-            return
-        said = [token async for token in tokens]
-        reasoning, content = parsed("".join(token.text for token in said), parse=parse)
-        message = {
-            "role": "assistant",
-            "content": content,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "reasoning": reasoning,
-        }
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": said[-1].finish_reason,
-            "stop_reason": None,
-            "token_ids": None,
-            "routed_experts": None,
-        }
-        extra = {"prompt_text": None}
-        await client.json(whole_answer(base, choice, usage(prompt_tokens, said)) | extra)
+        async with contextlib.aclosing(self.tokens(asked | {"max_tokens": limit}, prompt_tokens, client)) as tokens:
+            if asked.get("stream"):
+                base["object"] += ".chunk"
+                await client.events(chat_events(base, tokens, asked, prompt_tokens, parse=parse))
+                return
+            said = [token async for token in tokens]
+        choice = chat_choice(said, parse=parse)
+        await client.json(whole_answer(base, choice, usage(prompt_tokens, said)) | {"prompt_text": None})
 
     def _asked(self, request: Request, needed: str) -> dict[str, Any]:
         """The request's JSON, checked as far as clients get it wrong."""
@@ -577,6 +548,44 @@ def parsed(text: str, *, parse: bool) -> tuple[str | None, str | None]:
         return None, text
     reasoning, closed, content = text.partition("</think>")
     return reasoning or None, (content or None) if closed else None
+
+
+def completion_choice(said: list[Token]) -> dict[str, Any]:
+    """The choice of a completion that is not streamed."""
+    return {
+        "index": 0,
+        "text": "".join(token.text for token in said),
+        "logprobs": None,
+        "finish_reason": said[-1].finish_reason,
+        "stop_reason": None,
+        "token_ids": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
+        "routed_experts": None,
+    }
+
+
+def chat_choice(said: list[Token], *, parse: bool) -> dict[str, Any]:
+    """The choice of a chat that is not streamed."""
+    reasoning, content = parsed("".join(token.text for token in said), parse=parse)
+    message = {
+        "role": "assistant",
+        "content": content,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": reasoning,
+    }
+    return {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": said[-1].finish_reason,
+        "stop_reason": None,
+        "token_ids": None,
+        "routed_experts": None,
+    }
 
 
 def usage(prompt_tokens: int, said: list[Token]) -> dict[str, Any]:
