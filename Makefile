@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: help setup image up down demo test lint test-unit test-molecule test-end-to-end test-vm test-driver lock clean
+.PHONY: help setup image up down demo test lint test-unit test-gateway test-molecule test-end-to-end test-vm test-driver lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: up ## Take two bare lab hosts to a served, verified endpoint, and ask it s
 down: setup ## Remove the lab hosts
 	ansible-playbook -i inventory/lab lab/down.yml
 
-test: lint test-unit test-molecule test-end-to-end ## Run every check
+test: lint test-unit test-gateway test-molecule test-end-to-end ## Run every check
 
 lint: setup ## Check style, types, YAML, playbooks and shell
 	ruff check
@@ -38,6 +38,9 @@ lint: setup ## Check style, types, YAML, playbooks and shell
 
 test-unit: setup ## Run the unit tests
 	pytest
+
+test-gateway: setup ## Test the gateway: a real HAProxy over stand-in engines
+	pytest tests/gateway
 
 test-molecule: image ## Run the molecule scenarios in lab hosts
 	molecule test --all --exclude numa_vm --exclude driver_vm
