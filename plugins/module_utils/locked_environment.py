@@ -11,6 +11,8 @@ import csv
 import errno
 import fcntl
 import glob
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -171,6 +173,24 @@ def check_bundle(wanted: Wanted) -> None:
     )
 
 
+def check_listed(bundle: Path, folder: Path) -> None:
+    """Require that the files of a folder in a bundle are those that its manifest lists.
+
+    Raises:
+        EnvironmentMakingError: With the first that is not.
+    """
+    listed = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))["files"]
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(bundle).as_posix()
+        if path.is_file() and not path.is_symlink():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if listed.get(name, {}).get("sha256") != digest:
+                raise EnvironmentMakingError(
+                    f"{path} is not the file that the bundle was made with: its checksum is not in "
+                    f"{bundle / 'manifest.json'}. Bring the bundle to this host again."
+                )
+
+
 def check_space(wanted: Wanted) -> None:
     """Require room for the environment and for uv's cache, before anything is downloaded.
 
@@ -327,6 +347,7 @@ class _Tools:
             return self.uv("python", "find", "--no-project", wanted.python).strip()
         if wanted.bundle is not None:
             for python in (wanted.bundle / "python").glob(f"cpython-{wanted.python}.*"):
+                check_listed(wanted.bundle, python)
                 shutil.copytree(python, python_folder(wanted) / python.name, symlinks=True, dirs_exist_ok=True)
             with contextlib.suppress(EnvironmentMakingError):
                 return self.uv("python", "find", "--no-project", wanted.python).strip()
@@ -369,6 +390,7 @@ def settings(wanted: Wanted) -> dict[str, str]:
     result = {
         "UV_CACHE_DIR": str(wanted.cache),
         "UV_NO_PROGRESS": "1",
+        "UV_COMPILE_BYTECODE_TIMEOUT": "1800",  # a host that serves may be slow
         "UV_PYTHON_INSTALL_DIR": str(python_folder(wanted)),
         "UV_PYTHON_DOWNLOADS": "manual" if wanted.python_downloads and not offline else "never",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from wheels import build_wheel, lock_of
 
+from vllm_fleet.bundle import write_manifest
 from vllm_fleet.target import locked_environment
 from vllm_fleet.target.locked_environment import (
     EnvironmentMakingError,
@@ -296,6 +297,12 @@ def test_the_bundles_python_is_used_where_the_host_has_none(
         f'if [[ "$1 $2" == "python find" ]]; then [[ $UV_PYTHON_INSTALL_DIR == {place.parents[1]} && -d {place} ]] && '
         f'echo {sys.executable} || exit 2; else exec $UV "$@"; fi'
     )
+    (bundle / "python" / "cpython-3.99.1-linux-x86_64-gnu" / "bin" / "python3.99").write_text("a program\n")
+    (bundle / "manifest.json").write_text('{"files": {}}')
+    with pytest.raises(EnvironmentMakingError, match=r"python3.99 is not the file that the bundle was made with"):
+        make(replace(wanted, python="3.99"))
+    assert not place.exists()
+    write_manifest(bundle)
     assert make(replace(wanted, python="3.99"))["python"] == sys.executable
 
 
