@@ -206,7 +206,8 @@ def _judge(outcome: Outcome) -> dict[str, Any]:
     aside = f"; the driver offers no peer access between {', '.join(without)}" if without else ""
     if right == 0:
         return _verdict("untested", f"no pair could be tried{aside}", pairs=0)
-    return _verdict("ok", f"{right} pairs moved data rightly{aside}", pairs=right)
+    pairs = "1 pair" if right == 1 else f"{right} pairs"
+    return _verdict("ok", f"{pairs} of GPUs moved data rightly{aside}", pairs=right)
 
 
 def _stuck(outcome: Outcome) -> str:
@@ -399,7 +400,7 @@ def _build_and_run(cuda_home: str, capabilities: Sequence[str], limits: Limits) 
         if not present:
             raise _Ended("untested", f"{built}; CUDA shows no GPU to run it on")
         _run(built, Path(folder), limits)
-    return f"{built}; it and Triton's ran on {len(present)} GPUs"
+    return f"{built}; it and Triton's ran on {len(present)} GPU{'s' * (len(present) > 1)}"
 
 
 class _Ended(Exception):  # noqa: N818  (a verdict, which may be no error)

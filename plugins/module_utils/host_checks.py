@@ -130,9 +130,8 @@ def due(name: str, checks: dict[str, Any], now: dict[str, Any]) -> bool:
 _START_SECONDS = 180
 _COMPILING = 5  # how much longer than a transfer a step of the build may take
 
-# What the engine's unit may and may not do (roles/vllm_service). Its user is taken where it is there already.
+# What the engine's unit may and may not do (roles/vllm_service).
 _PROPERTIES = {
-    "DynamicUser": "yes",
     "NoNewPrivileges": "yes",
     "ProtectSystem": "strict",
     "ProtectHome": "yes",
@@ -182,7 +181,7 @@ def command(check: str, gpus: list[dict[str, Any]], given: dict[str, Any]) -> li
     words += [f"{environment}/venv/bin/python", given["script"], name, f"--start-seconds={_START_SECONDS}"]
     words += [f"--step-seconds={step_seconds}", f"--total-seconds={given['total_seconds']}"]
     if check == "p2p":
-        words += [f"--device=cuda:{index}" for index in range(len(gpus))]
+        words += [f"--mib={given['transfer_mib']}", *(f"--device=cuda:{index}" for index in range(len(gpus)))]
         return words + [f"--name=GPU {gpu['pci_bus_id'] or gpu['uuid']}" for gpu in gpus]
     capabilities = {gpu["compute_capability"] for gpu in gpus if gpu["compute_capability"]}
     return words + [f"--capability={capability}" for capability in sorted(capabilities)]

@@ -35,7 +35,7 @@ options:
     type: path
     required: true
   user:
-    description: Who the engine runs as. A user of that name need not exist yet.
+    description: Who the engine runs as.
     type: str
     default: vllm
   checks_file:
@@ -52,6 +52,10 @@ options:
     description: Try again what was tried under the same circumstances.
     type: bool
     default: false
+  transfer_mib:
+    description: Size of a transfer.
+    type: int
+    default: 64
   step_seconds:
     description: Deadline of one step, such as one kind of transfer of one pair.
     type: int
@@ -88,13 +92,13 @@ checks:
   description: What is kept now.
   returned: always
   type: dict
-  sample: {p2p: {verdict: ok, detail: 28 pairs moved data rightly}, disk_read_mib_s: 2900.0}
+  sample: {p2p: {verdict: ok, detail: 28 pairs of GPUs moved data rightly}, disk_read_mib_s: 2900.0}
 summary:
   description: One line for each check.
   returned: always
   type: list
   elements: str
-  sample: ["p2p: ok: 28 pairs moved data rightly"]
+  sample: ["p2p: ok: 28 pairs of GPUs moved data rightly"]
 """
 
 import json
@@ -138,6 +142,7 @@ def main() -> None:
             "checks_file": {"type": "path", "default": "/var/lib/vllm-fleet/checks.json"},
             "checks": {"type": "list", "elements": "str", "choices": names, "default": names},
             "repeat": {"type": "bool", "default": False},
+            "transfer_mib": {"type": "int", "default": 64},
             "step_seconds": {"type": "int", "default": 30},
             "total_seconds": {"type": "int", "default": 600},
         },

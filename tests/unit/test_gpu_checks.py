@@ -44,7 +44,7 @@ def p2p(gpus: int, fault: str = "", **environment: str) -> dict[str, Any]:
 def test_every_pair_is_tried() -> None:
     result = p2p(4)
     assert (result["verdict"], result["pairs"]) == ("ok", 6)
-    assert result["fallback"] == {"verdict": "ok", "detail": "6 pairs moved data rightly"}
+    assert result["fallback"] == {"verdict": "ok", "detail": "6 pairs of GPUs moved data rightly"}
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

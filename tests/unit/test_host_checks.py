@@ -17,7 +17,7 @@ NOW = circumstances(TOPOLOGY, "boot-1", "vllm-0.32.0-cuda")
 
 
 def saved(verdict: str, **changes: Any) -> dict[str, Any]:
-    result = {"verdict": verdict, "detail": "28 pairs moved data rightly", "measured_under": {**NOW, **changes}}
+    result = {"verdict": verdict, "detail": "28 pairs of GPUs moved data rightly", "measured_under": {**NOW, **changes}}
     return {"p2p": result, "kernel_build": copy.deepcopy(result), "disk_read_mib_s": 2900.0}
 
 
@@ -106,6 +106,7 @@ GIVEN = {
     "cuda_home": "/opt/e/cuda",
     "script": "/opt/bin/gpu_checks.py",
     "user": "vllm",
+    "transfer_mib": 64,
     "step_seconds": 30,
     "total_seconds": 600,
 }
@@ -118,7 +119,7 @@ def test_a_check_runs_as_the_engine_does_and_ends_in_any_case() -> None:
     assert path.startswith("--setenv=PATH=/opt/e/venv/bin:/opt/e/cuda/bin:/usr")
     assert "::" not in path
     assert "--property=User=vllm" in words
-    assert "--property=DynamicUser=yes" in words
+    assert "--property=NoNewPrivileges=yes" in words
     assert any(word.startswith("--property=RuntimeMaxSec=") for word in words)
     assert words[words.index("/opt/e/venv/bin/python") :][:3] == [
         "/opt/e/venv/bin/python",
@@ -148,12 +149,12 @@ def test_lost_and_divided_gpus_are_not_tried() -> None:
 
 def test_the_summary_is_a_line_for_each() -> None:
     checks = saved("ok")
-    checks["p2p"]["fallback"] = {"verdict": "ok", "detail": "28 pairs moved data rightly"}
+    checks["p2p"]["fallback"] = {"verdict": "ok", "detail": "28 pairs of GPUs moved data rightly"}
     checks["disk_read"] = {"folder": "/w", "detail": "4096 MiB of /w in 1.4 s, direct"}
     assert summary(checks) == [
-        "peer-to-peer transfers: ok: 28 pairs moved data rightly",
-        "transfers through host memory: ok: 28 pairs moved data rightly",
-        "building kernels: ok: 28 pairs moved data rightly",
+        "peer-to-peer transfers: ok: 28 pairs of GPUs moved data rightly",
+        "transfers through host memory: ok: 28 pairs of GPUs moved data rightly",
+        "building kernels: ok: 28 pairs of GPUs moved data rightly",
         "reading weights: 2900.0 MiB/s: 4096 MiB of /w in 1.4 s, direct",
     ]
     assert summary({}) == []

@@ -1,11 +1,10 @@
 """A torch with as many GPUs as FAKE_GPUS says, whose transfers fail as FAKE_FAULT says.
 
-Tensors are arrays in host memory with a device's name on them. FAKE_FAULT is "KIND WHERE ONE OTHER": KIND is hang,
+Tensors are bytes in host memory with a device's name on them. FAKE_FAULT is "KIND WHERE ONE OTHER": KIND is hang,
 corrupt, die or oom, WHERE is copy, all_reduce or host, and ONE and OTHER are the indices of the GPUs (OTHER is "-" for
 host). NCCL_P2P_DISABLE=1 mends an all_reduce, as it does where only peer-to-peer is broken.
 """
 
-import array
 import os
 import random
 import signal
@@ -38,18 +37,20 @@ def _fault(where: str, *devices: str) -> bool:
 
 
 class Tensor:
-    def __init__(self, numbers: array.array, device: str = "cpu") -> None:
-        self.numbers, self.device = numbers, device
+    """Numbers of 32 bits, little end first."""
+
+    def __init__(self, numbers: bytes, device: str = "cpu") -> None:
+        self.numbers, self.device = bytearray(numbers), device
 
     def to(self, device: str) -> "Tensor":
         where = "host" if "cpu" in (self.device, device) else "copy"
-        moved = Tensor(self.numbers[:], device)
+        moved = Tensor(self.numbers, device)
         if _fault(where, self.device, device):
             moved.numbers[7] ^= 1
         return moved
 
     def cpu(self) -> "Tensor":
-        return Tensor(self.numbers[:])
+        return Tensor(self.numbers)
 
     def copy_(self, source: "Tensor", **_: Any) -> Self:
         if not _fault("copy", source.device, self.device):  # a wrong copy moves nothing, and says nothing
@@ -57,7 +58,9 @@ class Tensor:
         return self
 
     def __add__(self, other: "Tensor") -> "Tensor":
-        return Tensor(array.array("i", map(sum, zip(self.numbers, other.numbers, strict=True))))
+        # As one long number each: what is asked to be added leaves room for the sum, so nothing is carried.
+        total = int.from_bytes(self.numbers, "little") + int.from_bytes(other.numbers, "little")
+        return Tensor(total.to_bytes(len(self.numbers), "little"))
 
 
 class Generator:
@@ -67,13 +70,12 @@ class Generator:
 
 
 def randint(high: int, shape: tuple[int], *, generator: Generator, **_: Any) -> Tensor:
-    numbers = array.array("i")
-    numbers.frombytes(generator.random.randbytes(4 * shape[0]))
-    return Tensor(array.array("i", (number & (high - 1) for number in numbers)))
+    mask = int.from_bytes((high - 1).to_bytes(4, "little") * shape[0], "little")
+    return Tensor((generator.random.getrandbits(32 * shape[0]) & mask).to_bytes(4 * shape[0], "little"))
 
 
 def full(shape: tuple[int], value: int, *, device: str, **_: Any) -> Tensor:
-    return Tensor(array.array("i", [value]) * shape[0], device)
+    return Tensor(value.to_bytes(4, "little", signed=True) * shape[0], device)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
