@@ -434,6 +434,14 @@ def test_a_folder_that_this_role_filled_brings_its_checksums(bench: Bench, tmp_p
     assert f"gives out a {FIRST}" in bench.refused(kind="folder", path=str(copy))
 
 
+def test_a_folder_of_another_commit_is_refused(bench: Bench, tmp_path: Path) -> None:
+    bench.run()
+    copy = tmp_path / "mounted"
+    shutil.copytree(bench.folder, copy)
+    bench.folder = tmp_path / "second"
+    assert f"holds org/tiny at {COMMIT}, and" in bench.refused(kind="folder", path=str(copy), commit="f" * 40)
+
+
 def _bundle(tmp_path: Path, **changed: str) -> dict[str, str]:
     name = f"models/org--tiny/{COMMIT}/"
     source = _source(tmp_path)
@@ -441,7 +449,8 @@ def _bundle(tmp_path: Path, **changed: str) -> dict[str, str]:
     target.parent.mkdir(parents=True)
     source.rename(target)
     sums = {f"{name}{path}": hashlib.sha256(content).hexdigest() for path, content in model().items()}
-    other = {"wheels/vllm.whl": "0" * 64}
+    sums[f"{name}.cache/huggingface/download/config.json.metadata"] = "0" * 64
+    other = {"wheels/vllm.whl": {"sha256": "0" * 64, "size_bytes": 1}}
     (tmp_path / "bundle/manifest.json").write_text(json.dumps({"files": sums | other | changed}))
     return {
         "kind": "folder",

@@ -1,7 +1,8 @@
-"""Print every place of this host where the token on standard input is, but for systemd's credentials."""
+"""Print every place of this host where a token is, but for systemd's credentials. Takes it in base64, on its input."""
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ COMMANDS = (
     ["ps", "axeww"],
 )
 
-token = sys.stdin.buffer.read().strip()
+token = base64.b64decode(sys.stdin.read())
 places = [
     " ".join(command)
     for command in COMMANDS

@@ -29,7 +29,7 @@ class Job:
         endpoint: For `hub`, the server.
         expected: For `hub`, the fingerprint that the listing must have; empty to take the server's word.
         path: For `folder`, where the files are.
-        sums: For `folder`, a JSON file with the SHA-256 of files; empty to look for a manifest of ours beside them.
+        sums: For `folder`, a JSON file with the SHA-256 of files, unless a manifest of ours lies with them; or empty.
         sums_prefix: For `sums`, what the names of this model's files begin with there.
         exclude: Patterns of files to leave out.
         hf: The client.
@@ -174,12 +174,16 @@ class FolderSource:
         return [sys.executable, "-I", str(script), self._job.path, self._job.folder, *names], {}
 
     def _sums(self) -> tuple[dict[str, str], str]:
+        manifest = Manifest.read(self._path / MANIFEST)
+        if manifest is not None and manifest.complete:
+            if (manifest.id, manifest.commit) != (self._job.id, self._job.commit):
+                raise WeightsError(
+                    f"{self._path} holds {manifest.id} at {manifest.commit}, and {self._job.id} at {self._job.commit} "
+                    "was asked for. Correct model_weights_source, or the revision."
+                )
+            return self._kept({name: entry["sha256"] for name, entry in manifest.files.items()}), manifest.compared
         if not self._job.sums:
-            manifest = Manifest.read(self._path / MANIFEST)
-            if manifest is None or not manifest.complete:
-                return {}, "nothing"
-            sums = {name: entry["sha256"] for name, entry in manifest.files.items()}
-            return self._kept(sums), manifest.compared
+            return {}, "nothing"
         try:
             listed = json.loads(Path(self._job.sums).read_text(encoding="utf-8"))
             sums = _sums_of(listed, self._job.sums_prefix)
@@ -207,7 +211,8 @@ def _sums_of(listed: Mapping[str, Any], prefix: str) -> dict[str, str]:
         for name, entry in entries.items()
         if name.startswith(prefix)
     }
-    return {name: sha256 for name, sha256 in found.items() if name.rsplit("/", 1)[-1] != MANIFEST}
+    # A client's notes and our own manifest may have come along.
+    return {name: sha256 for name, sha256 in found.items() if not name.startswith((".cache/", MANIFEST))}
 
 
 Source = Union[HubSource, FolderSource]
