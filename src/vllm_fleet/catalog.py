@@ -20,6 +20,21 @@ SPECULATIVE_METHODS = ("mtp",)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# Flags that a card cannot fix, because they depend on the host, and what to do instead.
+_PLANNED_ARGS = {
+    **dict.fromkeys(
+        (
+            *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"),
+            *("--decode-context-parallel-size", "-dcp", "--enable-expert-parallel", "-ep"),
+            *("--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
+        ),
+        "leave it out: the plan computes it for each host from its GPUs",
+    ),
+    **dict.fromkeys(("--host", "--port", "--api-key"), "leave it out: the plan and the unit set it"),
+    "--trust-remote-code": (
+        "list each code file with its sha256 under engine.trust_remote_code instead, so only reviewed code runs"
+    ),
+}
 _TOP_KEYS = {
     "schema", "lab", "name", "id", "revision", "architecture", "attention", "shape", "quantization", "checkpoint_gib",
     "engine", "speculative", "contract", "sources",
@@ -387,12 +402,9 @@ def _engine(check: _Checker, data: Mapping[str, Any]) -> Engine:
                 "write the name of a .py file as in the repository, and what sha256sum says of it",
             )
     args = tuple(str(a) for a in check.required(engine, "args", list, "engine"))
-    if any(arg.split("=")[0] == "--trust-remote-code" for arg in args):
-        check.fail(
-            "engine.args",
-            "holds --trust-remote-code",
-            "list each code file with its sha256 under engine.trust_remote_code instead, so only reviewed code runs",
-        )
+    for arg in args:
+        if (name := arg.split("=")[0]) in _PLANNED_ARGS:
+            check.fail("engine.args", f"holds {name}", _PLANNED_ARGS[name])
     ceiling = engine.get("max_gpu_memory_utilization")
     if ceiling is not None and not (isinstance(ceiling, float) and 0 < ceiling < 1):
         check.fail("engine.max_gpu_memory_utilization", f"is {ceiling!r}", "it must lie between 0 and 1")

@@ -58,7 +58,7 @@ class Bench:
             "manifest": str(self.folder / MANIFEST),
             "endpoint": self.hub.url,
             "hf": HF,
-            "stall_minutes": 0.1,
+            "stall_minutes": 0.5,
             "pause_seconds": 0.05,
         } | changed
 
@@ -172,7 +172,7 @@ def test_a_transfer_that_was_cut_off_goes_on_where_its_manifest_is(bench: Bench,
 
 def test_a_standstill_is_ended_and_only_that_file_begun_again(bench: Bench, hub: HubServer) -> None:
     hub.faults = [Fault("stall", name=FIRST, times=1, share=0.98)]
-    bench.run()
+    bench.run(stall_minutes=0.1)
     assert bench.holds() == hub.files
     assert (hub.asked(f"content/{FIRST}"), hub.asked(f"content/{SECOND}")) == (2, 1)
     assert any("nothing arrived for 0.1 min; 1 of 8 files" in line for line in bench.lines)
@@ -180,7 +180,7 @@ def test_a_standstill_is_ended_and_only_that_file_begun_again(bench: Bench, hub:
 
 def test_xet_that_hangs_is_given_up_for_plain_http(bench: Bench, hub: HubServer) -> None:
     hub.xet = True
-    bench.run()
+    bench.run(stall_minutes=0.1)
     assert bench.holds() == hub.files
     assert hub.asked("/cas/") > 0  # the client did go to Xet's storage
     assert any("without Xet" in line for line in bench.lines)
@@ -494,6 +494,30 @@ def test_a_folder_in_place_is_recorded_and_a_change_noticed(bench: Bench, tmp_pa
     (folder / "README.md").unlink()
     with pytest.raises(WeightsError, match=rf"README.md gone; {FIRST}: SHA-256 .* remove {tmp_path}/records/a.json"):
         bench.run(**options)
+
+
+def test_a_shared_folder_is_held_against_the_manifest_of_the_host_that_filled_it(bench: Bench, tmp_path: Path) -> None:
+    bench.run()
+    options = {"kind": "in_place", "manifest": str(tmp_path / "records/a.json")}
+    os.utime(bench.folder / FIRST)
+    assert bench.run(**options).compared == "publisher"
+    (tmp_path / "records/a.json").unlink()
+    (bench.folder / FIRST).chmod(0o644)
+    (bench.folder / FIRST).write_bytes(bytes(300_000))
+    with pytest.raises(WeightsError, match=f"{FIRST}: SHA-256"):
+        bench.run(**options)
+
+
+def test_what_is_verified_stays_so_when_other_files_are_excluded(bench: Bench, hub: HubServer) -> None:
+    bench.run(exclude=["README.md"])
+    hub.seen.clear()
+    bench.run()
+    assert bench.holds() == hub.files
+    assert (hub.asked("README.md"), hub.asked(FIRST)) == (1, 0)
+
+
+def test_a_client_that_is_not_there_is_named(bench: Bench) -> None:
+    assert f"The client {NO_CLIENT} is not there" in bench.refused(hf=NO_CLIENT)
 
 
 # One host for the others.

@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator, Mapping, NoReturn, Optional
 from . import transfer
 from .files import (
     COMPARED,
+    MANIFEST,
     Digest,
     Manifest,
     Wanted,
@@ -35,7 +36,6 @@ from .hub import PassingError
 from .sources import FolderSource, HubSource, Job, Listing, Source
 
 TRIES_WITH_XET = 2
-WRONG_TWICE = 2
 _LISTING_TRIES = 3
 _LONGEST_PAUSE_SECONDS = 300.0
 _RATE_SECONDS = 30.0
@@ -223,23 +223,20 @@ def _start(job: Job, source: Source, report: Report) -> tuple[Manifest, dict[str
     """Return the manifest to go on with, and what is wanted; a complete manifest says that without the source."""
     path = Path(job.manifest)
     manifest = Manifest.read(path)
-    if manifest and (manifest.id, manifest.commit, manifest.exclude) == (job.id, job.commit, job.exclude):
-        if manifest.complete:
-            return manifest, manifest.wanted()
-    else:
-        manifest = Manifest(id=job.id, commit=job.commit, exclude=job.exclude)
+    if manifest is None or (manifest.id, manifest.commit) != (job.id, job.commit):
+        manifest = Manifest(id=job.id, commit=job.commit)
+    elif manifest.complete and manifest.exclude == job.exclude:
+        return manifest, manifest.wanted()
     report.step("listing", f"{job.id}: asking {source.name} what belongs to {job.commit}")
     listing = _patient(source.listing, job, report)
     unlisted = [name for name in listing.wanted if name.endswith(".py") and name not in (job.code_files or [name])]
     if unlisted:
         refuse_code(job.id, job.commit, unlisted)
-    # Verified against another's word before: not verified against this one's.
-    manifest.files = {
-        name: entry
-        for name, entry in manifest.files.items()
-        if name in listing.wanted and (listing.compared == manifest.compared)
-    }
+    # What was verified against another's word is not verified against this one's.
+    kept = manifest.files if manifest.compared == listing.compared else {}
+    manifest.files = {name: entry for name, entry in kept.items() if name in listing.wanted}
     manifest.revision, manifest.source, manifest.compared = job.revision or job.commit, source.name, listing.compared
+    manifest.exclude, manifest.complete = job.exclude, False
     manifest.write(path)
     return manifest, listing.wanted
 
@@ -249,8 +246,8 @@ def _transfer(job: Job, source: Source, report: Report, verifier: Verifier, want
     folder = Path(job.folder)
     tries = 0  # in a row that brought nothing
     cut_short = 0  # all that ended otherwise than they should
-    seen_wrong: dict[str, int] = {}
-    why = ""
+    seen_wrong: set[str] = set()
+    why, wait_seconds = "", 0.0
     while True:
         missing = verifier.missing()
         if not missing:
@@ -258,14 +255,14 @@ def _transfer(job: Job, source: Source, report: Report, verifier: Verifier, want
         if tries >= job.tries:
             _give_up(job, source, wanted, missing, why)
         if tries:
-            _pause(job, tries, why, report)
+            _pause(job, tries, why, report, wait_seconds)
         remove_partial(folder)
         sizes = [wanted[name].size for name in missing]
         _require_space(job, sizes)
         try:
             source.require(missing if why else missing[:1])  # after a failure, every one: which is refused?
         except PassingError as error:
-            tries, cut_short, why = tries + 1, cut_short + 1, str(error)
+            tries, cut_short, why, wait_seconds = tries + 1, cut_short + 1, str(error), error.wait_seconds
             report.step("waiting", f"{job.id}: {why}")
             continue
         plain = cut_short >= TRIES_WITH_XET and source.can_do_without_xet(sizes)
@@ -279,15 +276,19 @@ def _transfer(job: Job, source: Source, report: Report, verifier: Verifier, want
             report.progress(written)
             verifier.look()
 
-        outcome = transfer.run(command, _environment(environment), folder, job.stall_minutes * 60, on_look)
+        try:
+            outcome = transfer.run(command, _environment(environment), folder, job.stall_minutes * 60, on_look)
+        except FileNotFoundError:
+            raise WeightsError(
+                f"The client {command[0]} is not there. Install the engine's environment first, or set "
+                "model_weights_runtime to one that brings it."
+            ) from None
         report.step("verifying", note=note)
         verifier.count_settled()
         wrong = verifier.finish(report.progress)
         _remove(folder, wrong, report)
-        for name, how in wrong.items():
-            seen_wrong[name] = seen_wrong.get(name, 0) + 1
-            if seen_wrong[name] >= WRONG_TWICE:
-                _refuse_bytes(job, source, name, how)
+        _refuse_bytes(job, source, {name: how for name, how in wrong.items() if name in seen_wrong})
+        seen_wrong.update(wrong)
         left = verifier.missing()
         if left:
             why = _why(job, outcome, wrong)
@@ -299,7 +300,7 @@ def _transfer(job: Job, source: Source, report: Report, verifier: Verifier, want
 def _record(job: Job, report: Report) -> Manifest:
     """Hash a folder that is used in place; what was recorded of it before must still be true."""
     folder, path = Path(job.folder), Path(job.manifest)
-    manifest = Manifest.read(path) or Manifest.read(folder / path.name)
+    manifest = Manifest.read(path) or Manifest.read(folder / MANIFEST)  # ours, or of the host that filled the folder
     if manifest is None or manifest.exclude != job.exclude:
         manifest = Manifest(exclude=job.exclude)
     manifest.id, manifest.commit, manifest.revision = job.id, job.commit, job.revision
@@ -391,12 +392,13 @@ def _give_up(job: Job, source: Source, wanted: Mapping[str, Wanted], missing: li
     )
 
 
-def _refuse_bytes(job: Job, source: Source, name: str, how: str) -> NoReturn:
-    raise WeightsError(
-        f"{source.name} gives out a {name} that is not the one of {job.id} at {job.commit}: {how}, twice. It was "
-        "removed, and nothing is served. Something between this host and the publisher changes or cuts files (a "
-        "proxy, a mirror, a bad copy, memory or disk): use another model_weights_endpoint or model_weights_source."
-    )
+def _refuse_bytes(job: Job, source: Source, twice_wrong: Mapping[str, str]) -> None:
+    for name, how in twice_wrong.items():
+        raise WeightsError(
+            f"{source.name} gives out a {name} that is not the one of {job.id} at {job.commit}: {how}, twice. It was "
+            "removed, and nothing is served. Something between this host and the publisher changes or cuts files (a "
+            "proxy, a mirror, a bad copy, memory or disk): use another model_weights_endpoint or model_weights_source."
+        )
 
 
 def refuse_code(repository: str, commit: str, names: list[str]) -> NoReturn:

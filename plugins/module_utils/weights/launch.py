@@ -34,7 +34,7 @@ _SANDBOX = (
     "LockPersonality=yes",
     "InaccessiblePaths=-/etc/vllm-fleet",
     "UMask=0022",
-    "Nice=10",
+    "Nice=5",
     "TimeoutStopSec=30",
 )
 
