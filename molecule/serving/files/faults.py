@@ -267,6 +267,33 @@ def saturated() -> dict:
     return {"states": sorted(states), "seen": longest["reason"]}
 
 
+def gate_by_hand(replica: dict) -> str:
+    """What a replica's start gate says, run by hand while the replica serves."""
+    arguments = re.search(r"start_gate (.*)", shell("systemctl", "cat", replica["unit"]))[1].split()
+    arguments[arguments.index("--verdict") + 1] = "/run/vllm-fleet/tried"
+    gate = ["/opt/vllm-fleet/bin/fleet-target", "start_gate", *arguments, "--wait-seconds", "0"]
+    return shell(*gate, "--accept", "port_taken").strip()
+
+
+def orphan_ended() -> dict:
+    """A dead unit of the engines' user left a process on a GPU: it is ended, and nobody else."""
+    replica = REPLICAS[0]
+    running = [set(processes(entry)) for entry in REPLICAS]
+    options = ["--quiet", "--uid=vllm", f"--setenv=FLEET_GPUS={replica['gpus'][0]}"]
+    # KillMode=process is what leaves a process behind: the unit ends with its shell.
+    leave = ["--unit=vllm-dead-0", "--property=KillMode=process", "sh", "-c", "sleep 601 & echo $! >/tmp/orphan"]
+    shell("systemd-run", "--wait", *options, *leave)
+    shell("systemd-run", *options, "--unit=somebody-elses", "sleep", "602")
+    orphan, foreign = int(Path("/tmp/orphan").read_text()), int(shown({"unit": "somebody-elses"}, "MainPID"))  # noqa: S108
+    said = gate_by_hand(replica)
+    shell("systemctl", "stop", "somebody-elses")
+    assert f"ending process {orphan} (sleep) of vllm, vllm-dead-0.service" in said, said
+    assert f"process {foreign} " not in said, said
+    assert said.endswith("passed"), said
+    assert running == [set(processes(entry)) for entry in REPLICAS]
+    return {"seen": said}
+
+
 def disk_filled() -> dict:
     """The caches' file system is full: what runs goes on, and the gate would refuse another start, by name."""
     mark = time.time()
@@ -276,23 +303,22 @@ def disk_filled() -> dict:
             while True:
                 file.write(b"\0" * (1 << 20))
         time.sleep(5)
-        arguments = re.search(r"start_gate (.*)", shell("systemctl", "cat", REPLICAS[0]["unit"]))[1].split()
-        arguments[arguments.index("--verdict") + 1] = "/run/vllm-fleet/tried"
-        gate = ["/opt/vllm-fleet/bin/fleet-target", "start_gate", *arguments, "--wait-seconds", "0"]
-        said = shell(*gate, "--accept", "port_taken")
+        said = gate_by_hand(REPLICAS[0])
     finally:
         fill.unlink()
     assert "refused (cache_full)" in said, said
     requests = requests_since(mark)
     assert len(requests) == len(REPLICAS), requests
     assert not any(entry["failed"] for entry in requests.values()), requests
-    return {"requests": requests, "seen": said.strip()}
+    return {"requests": requests, "seen": said}
 
 
 def main() -> None:
     """Run one by its name."""
     name = sys.argv[1]
-    work = {"saturated": saturated, "disk_filled": disk_filled}.get(name) or (lambda: run(FAULTS[name]))
+    work = {work.__name__: work for work in (saturated, disk_filled, orphan_ended)}.get(name) or (
+        lambda: run(FAULTS[name])
+    )
     try:
         print(json.dumps(work()))
     except (AssertionError, TimeoutError) as error:
