@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import pytest
 from conftest import KEYS, ask, chat, wait_for
 
 if TYPE_CHECKING:
@@ -52,9 +51,8 @@ def test_when_all_places_are_taken_requests_wait_and_when_the_queue_is_full_they
         waiting = [clients.submit(chat, gateway.port, 5) for _ in range(3)]
         queue = b'backend_current_queue{proxy="replicas"} 3'
         wait_for(lambda: queue in ask(gateway.metrics_port, "/metrics").body)
-        start = time.monotonic()
         refused = chat(gateway.port, 5)
-        assert time.monotonic() - start < 1
+        assert not any(future.done() for future in [*running, *waiting])  # at once
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "overloaded", "10")
         # The engines never had more than their places, and whoever waited was served.
         assert max(replica.counters()["num_requests_waiting"] for replica in gateway.replicas) == 0
@@ -68,7 +66,8 @@ def test_who_waits_too_long_for_a_place_is_told_to_come_back(fleet: Fleet) -> No
         wait_for(lambda: gateway.replicas[0].running == 1)
         start = time.monotonic()
         refused = chat(gateway.port, 5)
-        assert time.monotonic() - start == pytest.approx(1, abs=0.7)
+        assert time.monotonic() - start > 0.9
+        assert not running.done()
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "overloaded", "10")
         assert running.result().status == 200
 

