@@ -103,8 +103,9 @@ def ask(module: AnsibleModule, capability: str | None) -> dict:
     given = module.params
     account = pwd.getpwnam(given["user"])
     python = "{0}/venv/bin/python".format(given["runtime"])
-    # From standard input: the user may not be able to read where Ansible puts its files.
-    command = ["nice", "-n", "10", python, "-", *(["--build-for", capability] if capability else [])]
+    # From standard input: the user may not be able to read where Ansible puts its files. -P: modules are not looked for
+    # in the folder that it starts in, where a cache may be called as a package is.
+    command = ["nice", "-n", "10", python, "-P", "-", *(["--build-for", capability] if capability else [])]
     # No GPU is to be seen: looking at one takes memory of it, which a serving engine may not have to give.
     environment = {
         **given["environment"],

@@ -50,7 +50,8 @@ def runtime(tmp_path: Path) -> Path:
 def preflight(folder: Path, runtime: Path, *options: str, **arguments: Any) -> dict[str, Any]:
     """Result of the module through real Ansible, as the user who runs the tests."""
     home = folder / "home"
-    home.mkdir(exist_ok=True)
+    (home / "vllm").mkdir(parents=True, exist_ok=True)  # a cache, and no package
+    (home / "vllm" / "__init__.py").write_text("raise SystemExit('this is a cache')\n")
     user = subprocess.run(["id", "-un"], check=True, capture_output=True, text=True).stdout.strip()
     given = {"runtime": str(runtime), "user": user, "environment": {"HOME": str(home), "PATH": os.environ["PATH"]}}
     playbook, config = folder / "playbook.yml", folder / "ansible.cfg"
