@@ -283,10 +283,7 @@ class _Builder:
         if chosen.unproven:
             found.append(chosen.unproven.reason)
         if chosen.spanning:
-            found.append(
-                f"{chosen.spanning} replica(s) span NUMA nodes: their all-reduces cross the socket link, and no "
-                "node's memory is bound."
-            )
+            found.append(f"{chosen.spanning} replica(s) span NUMA nodes: their all-reduces cross the socket link.")
         if isinstance(self.accelerator, Cpu) and any(
             self.accelerator.host_share_gib(group.members[0]) is None for group, _ in chosen.groups
         ):

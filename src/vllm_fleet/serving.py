@@ -237,7 +237,7 @@ def _collectives(result: Serving, topology: Topology, options: Options, members:
 def _binding(result: Serving, topology: Topology, members: Sequence[int], options: Options) -> None:
     """Who pins a replica that spans NUMA nodes: the engine, each rank to its GPU's node (by numactl).
 
-    One on a single node is pinned by its unit, and never by both.
+    A unit has one place for all its processes. A replica on a single node is pinned by its unit, and never by both.
     """
     nodes = [topology.gpus[m].numa_node for m in members]
     spanned = [topology.numa_nodes.get(node) for node in set(nodes) if node is not None]
@@ -246,10 +246,7 @@ def _binding(result: Serving, topology: Topology, members: Sequence[int], option
     if parse_version(options.vllm_version) < NUMA_BIND_VERSION:
         return
     result.args += ["--numa-bind", "--numa-bind-nodes", *map(str, nodes)]
-    result.reasons.append(
-        f"Each rank is bound to its GPU's NUMA node ({', '.join(map(str, nodes))}) by the engine itself: a unit has "
-        "one place for all its processes."
-    )
+    result.reasons.append(f"The engine itself binds each rank to its GPU's NUMA node ({', '.join(map(str, nodes))}).")
 
 
 def _pcie(result: Serving, topology: Topology, verdict: str, ranks: int, link: str | None) -> None:

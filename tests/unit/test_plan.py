@@ -675,7 +675,7 @@ def test_a_parser_that_the_engine_does_not_have_is_told(key: str, name: str) -> 
     with pytest.raises(BadInputError, match=rf"vLLM 0\.32\.0 has no .* parser '{name}'.*minimax_m2"):
         make_plan(REFERENCE, card, {})
     # Of a version whose names are not known nothing is claimed.
-    assert make_plan(REFERENCE, card, {"vllm_version": "0.31.0"}).replicas
+    assert make_plan(REFERENCE, card, {"vllm_version": "0.30.0"}).replicas
 
 
 def test_a_refusal_names_what_each_constraint_could_give() -> None:
