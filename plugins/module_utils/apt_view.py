@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
-from .driver_probe import is_driver_package
+from .driver_probe import is_driver_package, wait_for_locks
 from .kernel_modules import Run  # noqa: TC001  (a plain import on every Python)
 
 __all__ = ["AptError", "AptView", "fingerprints", "parse_simulation", "unpack_keyring"]
@@ -259,6 +259,21 @@ def parse_simulation(output: str) -> dict[str, list[dict[str, Any]]]:
         for match in re.finditer(r"^(?:Remv|Purg) (\S+)(?: \[(\S+)\])?", output, re.MULTILINE)
     ]
     return {"install": install, "remove": remove}
+
+
+def require_no_other(seconds: float, root: str = "/") -> None:
+    """Wait until no other package manager is at work.
+
+    Raises:
+        AptError: One still is; it is named.
+    """
+    holders = wait_for_locks(seconds, root)
+    if holders:
+        raise AptError(
+            f"After {seconds:.0f} s another package manager is still at work: "
+            f"{', '.join(holder['said'] for holder in holders)}. Let it finish, or find out why it hangs; then run "
+            "this again. Nothing was changed."
+        )
 
 
 # --- keys -----------------------------------------------------------------------------------------------------------

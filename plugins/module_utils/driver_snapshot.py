@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
+from .driver_guard import GuardError, program, rebuild_initramfs
 from .driver_probe import dpkg_state
 from .kernel_modules import Run, probe_kernels
 
@@ -102,8 +103,8 @@ class Snapshot:
         for action, names in (("hold", set(kept["held"]) - held), ("unhold", held - set(kept["held"]))):
             if names:
                 self._run(["apt-mark", action, *sorted(names)])
-        self._rebuild_initramfs()
-        return {"differences": self._differences(kept), "worked": kept["worked"]}
+        rebuild = self._initramfs()
+        return {"differences": rebuild + self._differences(kept), "worked": kept["worked"]}
 
     def drop(self) -> None:
         """The change is done: nothing to go back to."""
@@ -121,7 +122,7 @@ class Snapshot:
         code, _, error = self._run([*command, *self._apt, "download", f"{name}={version}"])
         if code == 0 and set(folder.glob("*.deb")) - before:
             return
-        if not _program("dpkg-repack"):
+        if not program("dpkg-repack"):
             self._run([*self._apt, "--assume-yes", "--no-install-recommends", "install", "dpkg-repack"])
         code, _, repack_error = self._run([*command, "dpkg-repack", name])
         if code != 0 or not set(folder.glob("*.deb")) - before:
@@ -182,14 +183,12 @@ class Snapshot:
             self._run([*quiet, "dpkg", "--install", "--force-downgrade", "--force-confold", *packages])
         self._run([*quiet, "dpkg", "--configure", "-a"])
 
-    def _rebuild_initramfs(self) -> None:
-        for program, arguments in (
-            ("update-initramfs", ["-u", "-k", "all"]),
-            ("dracut", ["--regenerate-all", "--force"]),
-        ):
-            if _program(program):
-                self._run([program, *arguments])
-                return
+    def _initramfs(self) -> list[str]:
+        try:
+            rebuild_initramfs(self._run)
+        except GuardError as error:
+            return [f"{error}."]
+        return []
 
     def _differences(self, kept: dict[str, Any]) -> list[str]:
         state = dpkg_state(self._run)
@@ -205,10 +204,6 @@ class Snapshot:
                 was = kept["modules"][release] or "none"
                 found.append(f"The module of kernel {release} is {version or 'gone'} and was {was}.")
         return found
-
-
-def _program(name: str) -> bool:
-    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is not None
 
 
 def _line(text: str) -> str:

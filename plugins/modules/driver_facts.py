@@ -29,10 +29,6 @@ options:
     type: list
     elements: path
     default: []
-  lock_timeout_seconds:
-    description: How long to wait for other package managers first. Who is still at work then is in C(lock_holders).
-    type: int
-    default: 0
 attributes:
   check_mode:
     support: full
@@ -125,7 +121,7 @@ facts:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.driver_probe import read_driver_host, wait_for_locks
+from ansible.module_utils.driver_probe import read_driver_host
 from ansible.module_utils.kernel_modules import run_command
 
 
@@ -137,14 +133,10 @@ def main() -> None:
             "sysfs_root": {"type": "path", "default": "/sys"},
             "procfs_root": {"type": "path", "default": "/proc"},
             "files": {"type": "list", "elements": "path", "default": []},
-            "lock_timeout_seconds": {"type": "int", "default": 0},
         },
         supports_check_mode=True,
     )
     asked = module.params
-    if asked["lock_timeout_seconds"] and not module.check_mode:
-        wait_for_locks(asked["lock_timeout_seconds"], asked["root"])
-
     facts = read_driver_host(
         run_command,
         root=asked["root"],

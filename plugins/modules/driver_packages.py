@@ -72,6 +72,10 @@ options:
     description: Where the change writes it; a former one is left out of the view.
     type: path
     default: /etc/apt/preferences.d/00-vllm-fleet-gpu-driver
+  lock_timeout_seconds:
+    description: How long other package managers may take to finish before it fails. With O(download).
+    type: int
+    default: 600
   download:
     description: Whether to fetch all packages of the transaction now.
     type: bool
@@ -128,6 +132,7 @@ from ansible.module_utils.apt_view import (
     conflicting_sources,
     mirror,
     repository_addresses,
+    require_no_other,
     retired_key_files,
     unpack_keyring,
 )
@@ -161,6 +166,7 @@ def main() -> None:
             "install": {"type": "list", "elements": "str", "default": []},
             "preferences": {"type": "str", "default": ""},
             "preferences_file": {"type": "path", "default": "/etc/apt/preferences.d/00-vllm-fleet-gpu-driver"},
+            "lock_timeout_seconds": {"type": "int", "default": 600},
             "download": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
@@ -200,6 +206,7 @@ def main() -> None:
         transaction = view.simulate(arguments)
         if asked["download"] and not module.check_mode:
             view.download(arguments)
+            require_no_other(asked["lock_timeout_seconds"])
     except AptError as error:
         module.fail_json(msg=str(error))
     module.exit_json(transaction=transaction, command=view.install_command(arguments), **result)

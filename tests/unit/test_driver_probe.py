@@ -396,10 +396,12 @@ def test_files_come_back_as_they_were_and_an_interrupted_changes_snapshot_is_kep
     "name",
     [
         "module_utils/apt_view.py",
+        "module_utils/driver_guard.py",
         "module_utils/driver_probe.py",
         "module_utils/driver_snapshot.py",
         "module_utils/gpu_generations.py",
         "modules/driver_facts.py",
+        "modules/driver_guard.py",
         "modules/driver_packages.py",
         "modules/driver_snapshot.py",
     ],
