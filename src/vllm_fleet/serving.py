@@ -122,6 +122,8 @@ def _arguments(card: Card, options: Options, layout: Layout, settings: Settings)
         "--enable-expert-parallel": layout.expert_parallel,
         "--enable-auto-tool-choice": engine.tool_parser is not None,
         "--trust-remote-code": bool(engine.remote_code),
+        # The gateway logs who asked for what; here it would be a line for each look of the health agent.
+        "--disable-uvicorn-access-log": True,
     }
     pairs = [item for flag, value in valued.items() if value is not None for item in (flag, str(value))]
     return pairs + [flag for flag, on in switches.items() if on]
