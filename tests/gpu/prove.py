@@ -107,7 +107,7 @@ class Command:
 class Engine:
     """A running engine with its log; the block's end stops it."""
 
-    def __init__(self, command: Command, credentials: Path, log: Path) -> None:
+    def __init__(self, command: Command, credentials: Path, log: Path, user: str | None) -> None:
         """Start it, as the unit's process would be."""
         environment = {**command.environment, "CREDENTIALS_DIRECTORY": str(credentials), "LANG": "C.UTF-8"}
         self.log, self.started = log, time.monotonic()
@@ -119,6 +119,9 @@ class Engine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
 
     def __enter__(self) -> Self:
@@ -169,6 +172,9 @@ def render(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     )
     if done.returncode:
         raise SystemExit(f"render.yml failed:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
+    if options.user:
+        for folder in (credentials, Path(variables.get("vllm_service_state", root / "state"))):
+            subprocess.run(["chown", "-R", f"{options.user}:{options.user}", str(folder)], check=True)
     plan: dict[str, Any] = json.loads((root / "plan.json").read_text())
     return plan
 
@@ -209,40 +215,64 @@ def checks(command: Command) -> list[dict[str, Any]]:
     return [{key: result[key] for key in ("check", "ok", "seconds", "detail")} for result in found]
 
 
-def orphan(engine: Engine, options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Kill the server's own process, nothing else, and see who holds the GPU and whether it can be freed."""
-    result: dict[str, Any] = {"memory_mib_before": smi("memory.used")}
+def orphan(engine: Engine, options: argparse.Namespace, root: Path, command: Command) -> dict[str, Any]:
+    """Kill the server's own process, nothing else: who then holds the GPU, and does the start gate free it?"""
+    result: dict[str, Any] = {
+        # Whoever starts as another user must be told who holds the memory, and must not touch it.
+        "gate_of_another_user": gate(options, root, command, "nobody"),
+        "before": holders(engine),
+    }
     os.kill(engine.process.pid, signal.SIGKILL)
     engine.process.wait()
-    for after in (1, 5, 15):
-        time.sleep(after)
-        with contextlib.suppress(OSError, SystemExit):
-            topology = probe(options, root)
-            result[f"after_{after}_s"] = {
-                "memory_mib": smi("memory.used"),
-                "holders": [holder for gpu in topology["gpus"] for holder in gpu["holders"]],
-                "group": group_members(engine.process.pid),
-            }
+    for seconds in (1, 9):
+        time.sleep(seconds)
+        result[f"after_{seconds}_more_s"] = holders(engine)
+    if options.user:
+        result["gate"] = gate(options, root, command, options.user)
+        result["after_the_gate"] = holders(engine)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.process.pid, signal.SIGKILL)
-    time.sleep(3)
-    return result | {"memory_mib_after_killing_the_group": smi("memory.used")}
+    return result
+
+
+def gate(options: argparse.Namespace, root: Path, command: Command, user: str) -> dict[str, Any]:
+    """What the start gate says to a start of this replica by a user."""
+    plan, verdict = root / "plan.json", root / "verdict"
+    words = [
+        sys.executable, "-m", "vllm_fleet.target.start_gate", "--plan", str(plan),
+        "--replica", json.loads(plan.read_text())["replicas"][0]["name"], "--verdict", str(verdict), "--user", user,
+        "--weights", str(options.weights), "--manifest", str(root / "manifest.json"),
+        "--cache", command.environment["HOME"], "--accept", "port_taken", "--wait-seconds", "2",
+    ]  # fmt: skip
+    start = time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return {
+        "verdict": verdict.read_text().strip() if verdict.exists() else done.stderr[-300:],
+        "said": done.stdout.splitlines()[-6:],
+        "seconds": round(time.monotonic() - start, 2),
+    }
+
+
+def holders(engine: Engine) -> dict[str, Any]:
+    """Memory used on each GPU, who the probe says holds it, and what is left of the engine's processes."""
+    from vllm_fleet.target.gpu_topology import parse_smi  # noqa: PLC0415  only this needs the package
+    from vllm_fleet.target.host_probe import smi_runner  # noqa: PLC0415
+
+    return {
+        "memory_mib": smi("memory.used"),
+        "holders": [
+            h for gpu in parse_smi(smi_runner("nvidia-smi", 30)(["-q", "-x"]).text)["gpus"] for h in gpu["holders"]
+        ],
+        "processes": group_members(engine.process.pid),
+    }
 
 
 def group_members(leader: int) -> list[str]:
     """Processes that are left of a process group, with their names."""
     done = subprocess.run(
-        ["ps", "-o", "pid=,stat=,comm=", "-g", str(leader)], capture_output=True, text=True, check=False
+        ["ps", "-o", "pid=,stat=,user=,comm=", "-g", str(leader)], capture_output=True, text=True, check=False
     )
     return done.stdout.splitlines()
-
-
-def probe(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """The topology now."""
-    del options, root
-    from vllm_fleet.target.host_probe import read_host, smi_runner  # noqa: PLC0415
-
-    return read_host("/sys", "/proc", smi_runner("nvidia-smi", 30), None, None)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -274,7 +304,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         json.loads((options.weights / "config.json").read_text())["vocab_size"],
         replica["max_model_len"],
     )
-    with Engine(command, credentials, log) as engine:
+    with Engine(command, credentials, log, options.user) as engine:
         ready, seconds, said = engine.wait(command, options.limit_seconds)
         text = log.read_text(errors="replace")
         report["engine"] = {**engine_log.read(text), "start_seconds": seconds, "ready": ready}
@@ -296,7 +326,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.bench:
             report["bench"] = bench(options, replica, plan, credentials)
         if options.orphan:
-            report["orphan"] = orphan(engine, options, root)
+            report["orphan"] = orphan(engine, options, root, command)
     report["complaints"] = engine_log.complaints(log.read_text(errors="replace"))
     return report
 
@@ -355,6 +385,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runtime", type=Path, required=True, help="the folder that holds venv/")
     parser.add_argument("--report", type=Path, required=True, help="JSON; the engine's log lies beside it")
     parser.add_argument("--work", type=Path, default=Path("/tmp/vllm-fleet-proof"), help="where units and caches go")  # noqa: S108  # a default that says where it is
+    parser.add_argument("--user", help="whom the engine runs as, as the unit's does (default: whoever runs this)")
     parser.add_argument("--vars", type=Path, help="JSON with further variables of the roles")
     parser.add_argument("--reuse", action="store_true", help="take plan and units that lie in --work already")
     parser.add_argument("--limit-seconds", type=float, help="give up on the start earlier than the plan would")
