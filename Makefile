@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: help setup image up down demo test lint test-unit test-molecule test-end-to-end test-vm lock clean
+.PHONY: help setup image up down demo test lint test-unit test-gateway test-molecule test-end-to-end test-vm test-driver lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: up ## Take two bare lab hosts to a served, verified endpoint, and ask it s
 down: setup ## Remove the lab hosts
 	ansible-playbook -i inventory/lab lab/down.yml
 
-test: lint test-unit test-molecule test-end-to-end ## Run every check
+test: lint test-unit test-gateway test-molecule test-end-to-end ## Run every check
 
 lint: setup ## Check style, types, YAML, playbooks and shell
 	ruff check
@@ -34,22 +34,31 @@ lint: setup ## Check style, types, YAML, playbooks and shell
 	mypy
 	yamllint --strict .
 	ansible-lint
-	shellcheck scripts/clean scripts/lock scripts/setup lab/build_image lab/build_vm_image lab/podman_settings roles/*/files/with-engine-key .ci/run
+	grep -rlIE '^#!/.*[/ ](ba)?sh$$' .ci lab molecule roles scripts | xargs shellcheck
 
 test-unit: setup ## Run the unit tests
 	pytest
 
+test-gateway: setup ## Test the gateway: a real HAProxy over stand-in engines
+	pytest tests/gateway
+
 test-molecule: image ## Run the molecule scenarios in lab hosts
-	molecule test --all --exclude numa_vm
+	molecule test --all --exclude numa_vm --exclude driver_vm
 
 test-vm: ## Prove the pinning on a real kernel, in a virtual machine (minutes: its CPUs are emulated)
 	@scripts/setup vm
 	molecule test --scenario-name numa_vm
 
+test-driver: ## Build NVIDIA's modules for real kernels, and install them in a virtual machine (some minutes)
+	@scripts/setup vm
+	@lab/build_nvidia_modules
+	pytest tests/kernel_modules
+	molecule test --scenario-name driver_vm
+
 test-end-to-end: image ## Deploy as the README says, and send real requests
 	pytest -s tests/end_to_end # -s: the plays print as they run
 
-lock: setup ## Compile every lock anew (the only place where versions move)
+lock: setup ## Compile the locks anew; VLLM=0.33.0 makes those of another vLLM, DATE=2027-01-31 moves versions
 	scripts/lock
 
 clean: ## Leave the machine as it was before setup

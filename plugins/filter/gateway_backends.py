@@ -44,7 +44,13 @@ _value:
   sample:
     gpu-a:
       model: minimax-m2.5
-      servers: [{name: gpu-a.minimax-m2-5-0, address: 127.0.0.1, port: 8001}]
+      servers:
+        - name: gpu-a.minimax-m2-5-0
+          id: 1219183034
+          replica: minimax-m2-5-0
+          address: 127.0.0.1
+          port: 8001
+          places: 128
 """
 
 from typing import Any

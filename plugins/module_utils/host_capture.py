@@ -144,6 +144,10 @@ def _scrubbed_lstopo(text: str) -> str:
     return ET.tostring(reduced(root), encoding="unicode") + "\n"
 
 
+def _scrubbed_checks(text: str) -> str:
+    return re.sub(r'("boot_id": )"[^"]*"', r"\1null", text)
+
+
 def _anonymous(text: str, host_names: Sequence[str]) -> str:
     for name in host_names:
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "host", text)
@@ -238,6 +242,6 @@ def save_host(
     add("kernel.log", kernel_log, _scrubbed_log)
     add("lstopo.xml", lstopo, _scrubbed_lstopo)
     if checks:
-        add("checks.json", json.dumps(checks, indent=2) + "\n")
+        add("checks.json", json.dumps(checks, indent=2) + "\n", _scrubbed_checks)
     _write(contents, path)
     return topology

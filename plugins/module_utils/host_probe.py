@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 from .cross_check import compare_driver, compare_gpus, compare_lstopo
+from .gpu_generations import chip_of
 from .gpu_topology import (
     Problem,
     format_ranges,
@@ -33,11 +34,15 @@ from .gpu_topology import (
     problem,
     topo_disagreements,
 )
+from .host_checks import UNTESTED, circumstances, hold_against
 from .listeners import unit_from_cgroup
 
 __all__ = [
+    "ACS_REDIRECT",
     "RunSmi",
     "SmiOutput",
+    "acs_control",
+    "pci_gpus",
     "read_capture",
     "read_checks",
     "read_host",
@@ -50,29 +55,7 @@ _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
 _BRIDGE_CLASS = "0x0680"  # "other bridge": how an NVSwitch appears
 _CPU_NODE_REMEDY = "Update the firmware or, in a virtual machine, give each GPU a pxb-pcie bridge with its NUMA node."
-
-# GPU generation by the high byte of the PCI device id: chips from the PCI ID database (pci.ids) and, for Blackwell, the
-# device table in the README of NVIDIA's open-gpu-kernel-modules; their compute capability from
-# https://developer.nvidia.com/cuda-gpus. Used where the driver does not print it.
-_CAPABILITY_BY_DEVICE = {
-    "1e": "7.5",  # TU102, TU104
-    "1f": "7.5",  # TU106, TU117
-    "20": "8.0",  # GA100
-    "21": "7.5",  # TU116
-    "22": "8.6",  # GA102
-    "23": "9.0",  # GH100
-    "24": "8.6",  # GA104
-    "25": "8.6",  # GA106, GA107
-    "26": "8.9",  # AD102
-    "27": "8.9",  # AD103, AD104
-    "28": "8.9",  # AD106, AD107
-    "29": "10.0",  # GB100
-    "2b": "12.0",  # GB202
-    "2c": "12.0",  # GB203
-    "2d": "12.0",  # GB206, GB207
-    "2f": "12.0",  # GB205
-    "31": "10.3",  # GB110
-}
+ACS_REDIRECT = 0b1100  # request and completion redirect, in the ACS control register: traffic goes up to the root
 _FIRST_OPEN_ONLY_CAPABILITY = 10.0  # from Blackwell on only the open kernel modules drive the GPU
 
 _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "32.0": 5, "64.0": 6}
@@ -82,12 +65,6 @@ _LINK_GENERATIONS = {"2.5": 1, "5": 2, "5.0": 2, "8.0": 3, "8": 3, "16.0": 4, "3
 _HARDWARE_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 140, 143}
 
 _OUR_UNITS = "vllm-"  # how the service role names its units
-
-_UNTESTED_CHECKS: dict[str, Any] = {
-    "p2p": {"verdict": "untested", "detail": None},
-    "disk_read_mib_s": None,
-    "kernel_build": {"verdict": "untested", "detail": None},
-}
 
 
 class SmiOutput(NamedTuple):
@@ -193,6 +170,22 @@ def _nvidia_devices(sysfs: _Tree) -> list[_PciDevice]:
     return sorted(devices, key=lambda device: _bus_order(device.bus_id))
 
 
+def pci_gpus(sysfs_root: str) -> dict[str, Any]:
+    """NVIDIA's GPUs and NVSwitches on the PCI bus, without asking the driver.
+
+    Returns:
+        `gpus`: in bus order, each with `pci_bus_id`, `pci_device` and the kernel `driver` it is bound to (null: none).
+        `nvswitch`: whether an NVSwitch is on the bus.
+    """
+    devices = _nvidia_devices(_Tree(sysfs_root))
+    gpus = [
+        {"pci_bus_id": device.bus_id, "pci_device": device.device, "driver": device.driver}
+        for device in devices
+        if device.class_code.startswith(_GPU_CLASSES)
+    ]
+    return {"gpus": gpus, "nvswitch": any(device.class_code.startswith(_BRIDGE_CLASS) for device in devices)}
+
+
 def _bus_order(bus_id: Optional[str]) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id)) if bus_id else (1 << 32,)
 
@@ -233,11 +226,11 @@ def _bar1_mib(resource: Optional[str]) -> Optional[int]:
     return size >> 20 or None
 
 
-def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
-    """Whether a bridge sends peer-to-peer traffic up to the root complex; None if its config space was cut short.
+def acs_control(config: Optional[bytes]) -> Optional[int]:
+    """A bridge's ACS control register, 0 where it has none; None if its config space was cut short.
 
-    PCI Express base specification, Access Control Services: extended capability 0x000d, control register at offset 6,
-    bit 2 request redirect, bit 3 completion redirect. Without root the kernel shows only the first 64 bytes.
+    PCI Express base specification, Access Control Services: extended capability 0x000d, control register at offset 6.
+    Without root the kernel shows only the first 64 bytes.
     """
     extended = 0x100
     if config is None or len(config) <= extended:
@@ -246,13 +239,13 @@ def _acs_redirects(config: Optional[bytes]) -> Optional[bool]:
     for _ in range(48):  # at most that many capabilities fit
         header = int.from_bytes(config[offset : offset + 4], "little")
         if len(config) < offset + 8 or header in (0, 0xFFFFFFFF):
-            return False
+            return 0
         if header & 0xFFFF == 0x000D:  # noqa: PLR2004  (see above)
-            return bool(int.from_bytes(config[offset + 6 : offset + 8], "little") & 0b1100)
+            return int.from_bytes(config[offset + 6 : offset + 8], "little")
         offset = header >> 20
         if offset < extended:
-            return False
-    return False
+            return 0
+    return 0
 
 
 def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str, Any]:
@@ -271,11 +264,11 @@ def _host_pcie(sysfs: _Tree, procfs: _Tree, gpus: list[_PciDevice]) -> dict[str,
         iommu = "unknown"
     redirect: Optional[list[str]] = []
     for bridge in sorted({bridge for gpu in gpus for bridge in gpu.bridges}, key=_bus_order):
-        redirects = _acs_redirects(sysfs.data("bus", "pci", "devices", bridge, "config"))
-        if redirects is None:
+        control = acs_control(sysfs.data("bus", "pci", "devices", bridge, "config"))
+        if control is None:
             redirect = None
             break
-        if redirects and redirect is not None:
+        if control & ACS_REDIRECT and redirect is not None:
             redirect.append(bridge)
     return {"iommu": iommu, "acs_redirect": redirect}
 
@@ -429,7 +422,7 @@ def _gpu(
         "name": _first(record.get("name"), module.get("name")),
         "compute_capability": _first(
             record.get("compute_capability"),
-            _CAPABILITY_BY_DEVICE.get((pci_device or "")[5:7]),
+            chip.compute_capability or None if (chip := chip_of(pci_device)) else None,
         ),
         "memory_total_mib": record.get("memory_total_mib"),
         "memory_reserved_mib": record.get("memory_reserved_mib"),
@@ -613,7 +606,8 @@ def _gpu_problems(
         )
 
 
-def _log_problems(kernel_log: Optional[str]) -> list[Problem]:
+def log_problems(kernel_log: Optional[str]) -> list[Problem]:
+    """What the kernel log says of failing GPUs: one problem for each GPU and Xid, with `pci_bus_id`."""
     if kernel_log is None:
         return [
             problem(
@@ -682,8 +676,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "iommu_translated",
                 "The IOMMU translates the GPUs' addresses: peer-to-peer transfers over PCIe are slow or corrupt.",
-                "Add iommu=pt (on Arm iommu.passthrough=1) to GRUB_CMDLINE_LINUX in /etc/default/grub, run update-grub "
-                "and reboot.",
+                "Set host_tuning_iommu to passthrough (docs/tuning.md), deploy and reboot; or add iommu=pt, on Arm "
+                "iommu.passthrough=1, to the kernel's command line yourself.",
             ),
         )
     if pcie["acs_redirect"]:
@@ -692,8 +686,8 @@ def _host_problems(topology: dict[str, Any], sysfs: _Tree, procfs: _Tree, device
                 "warning",
                 "acs_redirect",
                 f"ACS redirects peer-to-peer traffic to the root complex at {', '.join(pcie['acs_redirect'])}.",
-                "Turn ACS off in the firmware setup; or, until the next boot, clear its two bits at each of them: "
-                "setpci -s ADDRESS ECAP_ACS+6.w=0:c",
+                "Turn ACS off in the firmware setup; or set host_tuning_acs_redirect_off, which clears its two bits at "
+                "each boot (docs/tuning.md). By hand, until the next boot: setpci -s ADDRESS ECAP_ACS+6.w=0:c",
             ),
         )
     elif pcie["acs_redirect"] is None and gpus:
@@ -850,9 +844,12 @@ def read_host(
         "pcie": _host_pcie(sysfs, procfs, list(by_bus.values())),
         "nvswitch": any(device.class_code.startswith(_BRIDGE_CLASS) for device in devices)
         or any(record["fabric_state"] in ("Completed", "In Progress") for record in smi["gpus"]),
-        "checks": {**_UNTESTED_CHECKS, **(checks or {})},
+        "checks": UNTESTED,
         "problems": [],
     }
+    # Read apart from the rest, so that a capture does not hold which boot it was.
+    boot = _Tree(procfs_root).text("sys", "kernel", "random", "boot_id")
+    topology["checks"], of_checks = hold_against(checks or {}, circumstances(topology, boot))
     of_gpus = [entry for gpu in gpus for entry in gpu["problems"]]
     of_smi = [entry for entry in smi["problems"] if entry not in of_gpus and not _is_repeated(entry, output, driver)]
     # That a GPU has no MIG or no ECC stays with the GPU: it is nothing to act on.
@@ -868,7 +865,8 @@ def read_host(
         + compare_driver(driver)
         + compare_gpus(gpus, set(by_bus), records, module, matrix["gpus"])
         + compare_lstopo(gpus, nodes, lstopo)
-        + _log_problems(kernel_log)
+        + of_checks
+        + log_problems(kernel_log)
     )
     return topology
 
@@ -940,12 +938,16 @@ def smi_runner(nvidia_smi: str, timeout_seconds: float) -> RunSmi:
     return lambda arguments: _run([nvidia_smi, *arguments], timeout_seconds)
 
 
-def read_kernel_log(path: Optional[str], timeout_seconds: float) -> Optional[str]:
-    """The kernel log from a file, or of this boot from journalctl or dmesg; None when none of them answers."""
+def read_kernel_log(path: Optional[str], timeout_seconds: float, since: Optional[str] = None) -> Optional[str]:
+    """The kernel log from a file, or of this boot from journalctl or dmesg; None when none of them answers.
+
+    With `since` (a time as journalctl takes it) only what came later, and only from journalctl.
+    """
     if path:
         data = _Tree("").data(path)
         return None if data is None else data.decode("utf-8", "replace")
-    for command in (["journalctl", "-k", "-b", "--no-pager", "-o", "short", "-n", "20000"], ["dmesg"]):
+    journal = ["journalctl", "-k", "-b", "--no-pager", "-o", "short", "-n", "20000"]
+    for command in ([*journal, "--since", since],) if since else (journal, ["dmesg"]):
         output = _run(command, timeout_seconds)
         # A user who may not read the kernel's messages is shown none, with success; a boot without any does not exist.
         if output.failure is None and output.exit_code == 0 and re.search(r"kernel: |^\[", output.text, re.MULTILINE):

@@ -84,6 +84,8 @@ class Endpoint:
         model: The served model name.
         api_key: The key that clients use; never part of a representation or a message.
         ca_file: PEM file of the authority that signed the server's certificate; None takes the system's.
+        server_name: The name that the certificate must be valid for, where the url holds an address that clients do not
+            use; None is the url's own.
         unit: systemd unit behind the address, named in hints; None when it is unknown.
 
     Raises:
@@ -95,6 +97,7 @@ class Endpoint:
     api_key: str = field(repr=False)
     ca_file: str | None = None
     unit: str | None = None
+    server_name: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later, or would show the key in someone else's error message."""
@@ -116,9 +119,10 @@ class Endpoint:
             raise InputError(
                 "api_key: is empty or not a bearer token (letters, digits, . _ ~ + / -); give the bare key."
             )
+        https_only = "ca_file" if self.ca_file is not None else "server_name" if self.server_name is not None else ""
+        if https_only and parts.scheme != "https":
+            raise InputError(f"{https_only}: given for {self.url!r}, which is not https; drop it or correct the url.")
         if self.ca_file is not None:
-            if parts.scheme != "https":
-                raise InputError(f"ca_file: given for {self.url!r}, which is not https; drop it or correct the url.")
             try:
                 ssl.create_default_context(cafile=self.ca_file)
             except OSError as error:  # ssl.SSLError is one
@@ -279,7 +283,7 @@ def _connect(endpoint: Endpoint, host: str, port: int, deadline: Deadline) -> so
             if endpoint.url.startswith("https"):
                 context = ssl.create_default_context(cafile=endpoint.ca_file)
                 sock.settimeout(deadline.remaining())  # a handshake takes its timeout as a total
-                sock = undo.enter_context(context.wrap_socket(sock, server_hostname=host))
+                sock = undo.enter_context(context.wrap_socket(sock, server_hostname=endpoint.server_name or host))
             undo.pop_all()
             return sock
     raise refusal

@@ -36,6 +36,11 @@ options:
       - PEM file, on the host that runs the module, of the authority that signed the server's certificate.
       - Without it the system's authorities are used. Only for https.
     type: path
+  server_name:
+    description:
+      - The name that the server's certificate must be valid for, where O(url) holds an address that clients do not use.
+      - Without it the name in O(url). Only for https.
+    type: str
   unit:
     description:
       - systemd unit behind the address, to be named in failure messages as the place to look.
@@ -154,6 +159,7 @@ def main() -> None:
             "model": {"type": "str", "required": True},
             "api_key": {"type": "str", "required": True, "no_log": True},
             "ca_file": {"type": "path"},
+            "server_name": {"type": "str"},
             "unit": {"type": "str"},
             "checks": {"type": "list", "elements": "str", "choices": list(CHECKS), "default": list(CHECKS)},
             "deadline_seconds": {"type": "float", "default": 30.0},
@@ -176,7 +182,9 @@ def main() -> None:
         if not usable:
             module.fail_json(msg=f"{name}: {given[name]} cannot be used; {rule}.")
     try:
-        endpoint = Endpoint(given["url"], given["model"], given["api_key"], given["ca_file"], given["unit"])
+        endpoint = Endpoint(
+            given["url"], given["model"], given["api_key"], given["ca_file"], given["unit"], given["server_name"]
+        )
     except InputError as error:
         module.fail_json(msg=str(error))
     start = time.monotonic()

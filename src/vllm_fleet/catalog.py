@@ -19,6 +19,7 @@ _FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
 SPECULATIVE_METHODS = ("mtp",)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOP_KEYS = {
     "schema", "lab", "name", "id", "revision", "architecture", "attention", "shape", "quantization", "checkpoint_gib",
     "engine", "speculative", "contract", "sources",
@@ -105,7 +106,7 @@ class Engine:
     tool_parser: str | None
     reasoning_parser: str | None
     chat_template: str | None
-    trust_remote_code: bool
+    remote_code: Mapping[str, str]  # SHA-256 of each reviewed code file of the repository; empty: none is run
     kv_cache_dtype: str
     max_gpu_memory_utilization: float | None
     args: tuple[str, ...]
@@ -375,6 +376,23 @@ def _engine(check: _Checker, data: Mapping[str, Any]) -> Engine:
             f"is {remote_code!r}",
             "write false, or a mapping of each code file to its sha256, so that only reviewed code runs",
         )
+    reviewed = dict(remote_code or {})
+    for name, sha256 in reviewed.items():
+        if not (
+            isinstance(name, str) and name.endswith(".py") and isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+        ):
+            check.fail(
+                "engine.trust_remote_code",
+                f"holds {name!r}: {sha256!r}",
+                "write the name of a .py file as in the repository, and what sha256sum says of it",
+            )
+    args = tuple(str(a) for a in check.required(engine, "args", list, "engine"))
+    if any(arg.split("=")[0] == "--trust-remote-code" for arg in args):
+        check.fail(
+            "engine.args",
+            "holds --trust-remote-code",
+            "list each code file with its sha256 under engine.trust_remote_code instead, so only reviewed code runs",
+        )
     ceiling = engine.get("max_gpu_memory_utilization")
     if ceiling is not None and not (isinstance(ceiling, float) and 0 < ceiling < 1):
         check.fail("engine.max_gpu_memory_utilization", f"is {ceiling!r}", "it must lie between 0 and 1")
@@ -383,9 +401,9 @@ def _engine(check: _Checker, data: Mapping[str, Any]) -> Engine:
         tool_parser=check.optional(engine, "tool_parser", str, where="engine"),
         reasoning_parser=check.optional(engine, "reasoning_parser", str, where="engine"),
         chat_template=check.optional(engine, "chat_template", str, where="engine"),
-        trust_remote_code=bool(remote_code),
+        remote_code=reviewed,
         kv_cache_dtype=check.optional(engine, "kv_cache_dtype", str, "auto", "engine"),
         max_gpu_memory_utilization=ceiling,
-        args=tuple(str(a) for a in check.required(engine, "args", list, "engine")),
+        args=args,
         env={str(k): str(v) for k, v in check.required(engine, "env", Mapping, "engine").items()},
     )

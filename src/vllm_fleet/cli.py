@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_fleet import catalog, explain, topology, whatif
 from vllm_fleet.errors import BadInputError, PlanError
-from vllm_fleet.options import ACCELERATORS, OBJECTIVES, Options
+from vllm_fleet.options import ACCELERATORS, OBJECTIVES, PEER_TO_PEER, Options
 from vllm_fleet.plan import make_plan
 
 EXIT_BAD_INPUT = 2
@@ -32,6 +32,7 @@ _OPTION_FLAGS = (
     ("bind_address", {"metavar": "ADDRESS", "help": "address that engines listen on"}),
     ("first_port", {"type": int, "metavar": "PORT", "help": "port of the first replica"}),
     ("served_model_name", {"metavar": "NAME", "help": "name that clients ask for"}),
+    ("peer_to_peer", {"choices": PEER_TO_PEER, "help": "transfers between GPUs: as measured, or by your word"}),
 )
 
 

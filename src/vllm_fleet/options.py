@@ -12,8 +12,9 @@ DEFAULT_VLLM_VERSION = "0.32.0"  # the newest that exists as a CUDA wheel and as
 OLDEST_VLLM_VERSION = "0.24.0"  # from here CUDA_VISIBLE_DEVICES may name GPUs by UUID
 ACCELERATORS = ("cuda", "cpu")
 OBJECTIVES = ("throughput", "latency", "context")
+PEER_TO_PEER = ("measured", "allow", "forbid")
 
-_CHOICES = {"accelerator": ACCELERATORS, "objective": OBJECTIVES}
+_CHOICES = {"accelerator": ACCELERATORS, "objective": OBJECTIVES, "peer_to_peer": PEER_TO_PEER}
 _TEXTS = ("vllm_version", "bind_address", "served_model_name")
 _RANGES = {
     "expected_concurrency": (1, 100_000),
@@ -41,6 +42,7 @@ class Options:
     bind_address: str = "127.0.0.1"
     first_port: int = 8001
     served_model_name: str | None = None
+    peer_to_peer: str = "measured"  # between GPUs: as a real transfer on the host went, or the owner's own word
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -5,7 +5,7 @@ A pure function of hardware, card and inventory. Memory in use and running units
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,7 @@ class Plan:
                 "revision": self.card.revision,
                 "card": self.card.name,
                 "served_name": self.served_name,
+                "remote_code": dict(self.card.engine.remote_code),
             },
             "vllm_version": self.options.vllm_version,
             "accelerator": self.options.accelerator,
@@ -160,6 +161,7 @@ def make_plan(topology: Mapping[str, Any], card: Mapping[str, Any], options: Map
         replica, reasons, warned = builder.replica(chosen, group, fit, estimate)
         replicas.append((replica, reasons))
         warnings += [w for w in warned if w not in warnings]
+    _check_ports([replica for replica, _ in replicas])
     idle = sum(len(f.usable) for f in fleets) - chosen.replicas * chosen.layout.ranks - wanted.keep_free_gpus
     warnings += builder.warnings(chosen, idle, [fleet.name for fleet in fleets])
     engine_reasons = list(dict.fromkeys(reason for _, reasons in replicas for reason in reasons))
@@ -177,6 +179,19 @@ def make_plan(topology: Mapping[str, Any], card: Mapping[str, Any], options: Map
             )
         ),
     )
+
+
+def _check_ports(replicas: Sequence[Replica]) -> None:
+    """Refuse a first port whose replicas would listen where engines talk among themselves."""
+    for listening in replicas:
+        for talking in replicas:
+            first = talking.settings.internal_port
+            if first <= listening.settings.port < first + INTERNAL_PORT_STRIDE:
+                raise BadInputError(
+                    f"Plan option first_port puts {listening.name} on port {listening.settings.port}, and ports "
+                    f"{first} to {first + INTERNAL_PORT_STRIDE - 1} are for what {talking.name} says within itself. "
+                    f"Choose a first_port below {INTERNAL_PORT_FIRST - len(replicas)}, such as {Options.first_port}."
+                )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from vllm_fleet.accelerator import BLACKWELL_WORKSTATION
 from vllm_fleet.catalog import Card, Speculative
 from vllm_fleet.layout import Layout
-from vllm_fleet.options import Options
+from vllm_fleet.options import Options, parse_version
 from vllm_fleet.placement import farthest_link
 from vllm_fleet.speed import CUSTOM_ALL_REDUCE_PCIE_RANKS
 from vllm_fleet.topology import Topology
@@ -19,6 +19,15 @@ INTERNAL_PORT_FIRST = 21000
 INTERNAL_PORT_STRIDE = 1000  # an engine steps up from its own base; wide steps keep neighbours apart
 SHUTDOWN_TIMEOUT_SECONDS = 120  # how long running requests may finish after SIGTERM; the unit's stop must allow more
 
+# https://github.com/gardenlinux/gardenlinux/issues/4556 and https://joorklee.github.io/p2p-bench/
+HOST_MEMORY_PRICE = (
+    "The price: every all-reduce crosses PCIe twice and takes bandwidth of the host's memory, which the estimated "
+    "speed does not count. Known reports: 19 GB/s of bus bandwidth on RTX PRO 6000 cards, and 8 to 14 % fewer tokens "
+    "on two RTX 5060 Ti."
+)
+# An engine starts from verified files and asks nobody for more, whatever a card says.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+NUMA_BIND_VERSION = (0, 32, 0)  # the first whose --numa-bind was read; it runs numactl, a package of vllm_runtime
 HOPPER = 9
 OPEN_REPORTS_ON_WORKSTATIONS = {
     "mla": "An open report has latent attention with an FP8 cache run out of resources (vLLM issue 46721).",
@@ -65,8 +74,6 @@ def serving(
         "VLLM_PORT": str(settings.internal_port),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(settings.ready_timeout_seconds),
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
     }
     gpus = ",".join(topology.gpus[m].identity for m in members)
     if options.accelerator == "cpu":
@@ -80,9 +87,10 @@ def serving(
         }
         _kernels(result, topology, card, members)
         _attention(result, topology, card, layout=layout, members=members, settings=settings)
-        _collectives(result, topology, members)
+        _collectives(result, topology, options, members)
+        _binding(result, topology, members, options)
     result.args += card.engine.args
-    result.env |= card.engine.env
+    result.env |= {**card.engine.env, **OFFLINE}
     return result
 
 
@@ -113,7 +121,7 @@ def _arguments(card: Card, options: Options, layout: Layout, settings: Settings)
     switches = {
         "--enable-expert-parallel": layout.expert_parallel,
         "--enable-auto-tool-choice": engine.tool_parser is not None,
-        "--trust-remote-code": engine.trust_remote_code,
+        "--trust-remote-code": bool(engine.remote_code),
     }
     pairs = [item for flag, value in valued.items() if value is not None for item in (flag, str(value))]
     return pairs + [flag for flag, on in switches.items() if on]
@@ -195,25 +203,56 @@ def _attention(
         )
 
 
-def _collectives(result: Serving, topology: Topology, members: Sequence[int]) -> None:
-    """How the ranks of a replica talk over PCIe, from the host's measured peer-to-peer verdict."""
+def _collectives(result: Serving, topology: Topology, options: Options, members: Sequence[int]) -> None:
+    """How the ranks of a replica talk, from what a real transfer on the host showed, or from the owner's word.
+
+    NCCL_P2P_DISABLE alone is not enough: custom all-reduce still goes peer to peer, and two ranks then hang while
+    FlashInfer tunes its kernels (https://github.com/local-inference-lab/rtx6kpro/issues/15).
+    """
     if len(members) == 1:
         return
     # One host: a network card must not be tried for what PCIe carries.
     result.env["NCCL_IB_DISABLE"] = "1"
     link = farthest_link(topology, members)
-    if topology.p2p_verdict == "broken":
+    verdict = {"measured": topology.p2p_verdict, "allow": "ok", "forbid": "broken"}[options.peer_to_peer]
+    if options.peer_to_peer == "allow" and topology.p2p_verdict == "broken":
+        result.warnings.append(
+            f"peer_to_peer says allow, against what a real transfer showed here: {topology.p2p_detail or 'it failed'}. "
+            "Expect a hang at the first all-reduce."
+        )
+    if verdict == "broken":
         result.args += ["--disable-custom-all-reduce"]
         result.env["NCCL_P2P_DISABLE"] = "1"
-        result.warnings.append(
-            "GPU peer-to-peer transfers are broken on this host (measured), so NCCL goes through host memory. Turn the "
-            "IOMMU to passthrough and PCIe ACS redirection off to get them back."
-        )
+        result.reasons.append(f"Transfers between GPUs go through host memory. {HOST_MEMORY_PRICE}")
+        if options.peer_to_peer == "measured":
+            result.warnings.append(
+                f"GPU peer-to-peer transfers are broken on this host: {topology.p2p_detail or 'measured'}. NCCL goes "
+                "through host memory; vLLM's custom all-reduce, which would still go peer to peer and hang, is off. "
+                "Turn the IOMMU to passthrough and PCIe ACS redirection off to get them back (docs/tuning.md)."
+            )
     elif link != "NV":
-        _pcie(result, topology, len(members), link)
+        _pcie(result, topology, verdict, len(members), link)
 
 
-def _pcie(result: Serving, topology: Topology, ranks: int, link: str | None) -> None:
+def _binding(result: Serving, topology: Topology, members: Sequence[int], options: Options) -> None:
+    """Who pins a replica that spans NUMA nodes: the engine, each rank to its GPU's node (by numactl).
+
+    One on a single node is pinned by its unit, and never by both.
+    """
+    nodes = [topology.gpus[m].numa_node for m in members]
+    spanned = [topology.numa_nodes.get(node) for node in set(nodes) if node is not None]
+    if len(spanned) < 2 or None in nodes or not all(node and node.bindable for node in spanned):  # noqa: PLR2004  spans
+        return
+    if parse_version(options.vllm_version) < NUMA_BIND_VERSION:
+        return
+    result.args += ["--numa-bind", "--numa-bind-nodes", *map(str, nodes)]
+    result.reasons.append(
+        f"Each rank is bound to its GPU's NUMA node ({', '.join(map(str, nodes))}) by the engine itself: a unit has "
+        "one place for all its processes."
+    )
+
+
+def _pcie(result: Serving, topology: Topology, verdict: str, ranks: int, link: str | None) -> None:
     """Custom all-reduce and NCCL's peer-to-peer range.
 
     vLLM's custom all-reduce supports two ranks over PCIe and switches itself off above; with two it can hang where the
@@ -227,13 +266,15 @@ def _pcie(result: Serving, topology: Topology, ranks: int, link: str | None) -> 
         result.reasons.append(
             "vLLM's custom all-reduce is off: the IOMMU or ACS redirects transfers, and it hangs then."
         )
-    if topology.p2p_verdict != "ok":
+    if verdict != "ok":
+        why = f" ({topology.p2p_detail})" if topology.p2p_detail else ""
         result.warnings.append(
-            "Peer-to-peer between the GPUs has not been tested, so NCCL keeps its own defaults. If the first "
+            f"Peer-to-peer between the GPUs has not been tested{why}, so NCCL keeps its own defaults. If the first "
             "all-reduce hangs, IOMMU translation or PCIe ACS is the usual cause."
         )
     elif link is not None:
         # NCCL's PHB means "on the same NUMA node", which covers what nvidia-smi calls PIX, PXB, PHB and NODE.
         level = "SYS" if link == "SYS" else "PHB"
         result.env["NCCL_P2P_LEVEL"] = level
-        result.reasons.append(f"NCCL may go peer to peer up to {level}: a real transfer worked over {link}.")
+        proof = "a real transfer worked" if topology.p2p_verdict == "ok" else "peer_to_peer says allow"
+        result.reasons.append(f"NCCL may go peer to peer up to {level}: {proof} over {link}.")

@@ -91,6 +91,7 @@ class Topology:
     iommu: str
     acs_redirect: tuple[str, ...]
     p2p_verdict: str
+    p2p_detail: str | None
     disk_read_mib_s: float | None
 
     @property
@@ -130,6 +131,7 @@ class Topology:
         driver = _mapping(data, "driver", source)
         pcie = data.get("pcie") or {}
         checks = data.get("checks") or {}
+        p2p = checks.get("p2p") or {}
         return cls(
             architecture=data.get("architecture"),
             driver_state=str(_field(driver, "state", f"{source}: driver")),
@@ -139,7 +141,8 @@ class Topology:
             numa_nodes={n.id: n for n in nodes},
             iommu=pcie.get("iommu") or "unknown",
             acs_redirect=tuple(pcie.get("acs_redirect") or ()),
-            p2p_verdict=(checks.get("p2p") or {}).get("verdict") or "untested",
+            p2p_verdict=p2p.get("verdict") or "untested",
+            p2p_detail=p2p.get("detail"),
             disk_read_mib_s=checks.get("disk_read_mib_s"),
         )
 

@@ -203,7 +203,7 @@ WRONG = {
     "no_engine_key": ({"vllm_fleet_engine_key": ""}, ["vllm_fleet_engine_key is not set", "openssl rand -hex 32"]),
     "port_that_is_none": ({"model_gateway_port": "abc"}, ["abc"]),
     "old_engine": ({"vllm_plan_vllm_version": "0.20.2"}, ["0.20.2", "0.24"]),
-    "engine_without_lock": ({"vllm_plan_vllm_version": "0.31.0"}, ["There is no lock for vLLM 0.31.0", "0.32.0-cpu"]),
+    "engine_without_lock": ({"vllm_plan_vllm_version": "0.30.0"}, ["There is no lock for vLLM 0.30.0", "0.32.0-cpu"]),
 }
 
 

@@ -31,7 +31,7 @@ def test_m2_5_is_the_published_checkpoint() -> None:
     assert (shape.vocab_size, shape.max_position_embeddings) == (200064, 196608)
     assert (card.quantization.method, card.quantization.block) == ("fp8_block", 128)
     assert card.served_name == "minimax-m2.5"
-    assert not card.engine.trust_remote_code
+    assert card.engine.remote_code == {}
 
 
 def test_unknown_card_lists_the_known_ones(tmp_path: Path) -> None:
@@ -90,6 +90,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("checkpoint_gib", -1, "positive"),
         ("engine.minimum_version", 0.24, "type str"),
         ("engine.trust_remote_code", True, "sha256"),
+        ("engine.trust_remote_code", {"modeling.py": "abc"}, "sha256sum"),
+        ("engine.trust_remote_code", {"modeling.bin": "0" * 64}, "name of a .py file"),
+        ("engine.args", ["--trust-remote-code"], "under engine.trust_remote_code"),
         ("engine.max_gpu_memory_utilization", 95, "between 0 and 1"),
         ("contract.tools", "yes", "type bool"),
         ("speculative", ..., "speculative: null"),

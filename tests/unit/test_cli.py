@@ -2,9 +2,9 @@
 
 import json
 import re
-import resource
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -174,14 +174,9 @@ def test_a_host_that_cannot_be_assumed_is_told(gpus: str, told: str, capsys: pyt
     assert told in " ".join(capsys.readouterr().err.split())
 
 
-def test_importing_the_command_takes_less_than_a_fifth_of_a_second() -> None:
-    """Of processor time, which a busy machine does not stretch; the bare interpreter's start is taken off."""
-
-    def seconds(code: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    bare = min(seconds("pass") for _ in range(3))
-    assert min(seconds("import vllm_fleet.cli") for _ in range(3)) - bare < 0.2
+def test_the_command_loads_no_library_before_it_needs_one() -> None:
+    """So that it starts at once."""
+    code = "import sys, vllm_fleet.cli; print(*{name.partition('.')[0] for name in sys.modules})"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    own = {"vllm_fleet", "_distutils_hack"}  # the second comes with every environment
+    assert set(printed.split()) & packages_distributions().keys() - own == set()

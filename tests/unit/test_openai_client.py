@@ -256,6 +256,18 @@ def test_tls_is_verified_with_the_given_authority(certificate: Path) -> None:
     assert "certificate" in untrusted.detail
 
 
+def test_tls_is_verified_for_the_name_that_clients_use(certificate: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with OpenAIServer(tls=context) as server:
+        by_name = server.url.replace("127.0.0.1", "localhost")
+        asked = {"ca_file": str(certificate), "url": by_name}
+        assert run_check("models", endpoint(server, server_name="127.0.0.1", **asked), 5).ok
+        other = run_check("models", endpoint(server, server_name="models.example.com", **asked), 5)
+    assert other.kind == "tls"
+    assert "models.example.com" in other.detail
+
+
 def test_tls_reads_end_at_the_deadline(certificate: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
@@ -365,6 +377,7 @@ def test_reasoning_and_tool_calls_count_as_text() -> None:
         ({"api_key": "line\nInjected: yes"}, "api_key"),
         ({"ca_file": "/nonexistent.pem", "url": "https://host"}, "ca_file"),
         ({"ca_file": "/nonexistent.pem"}, "not https"),
+        ({"server_name": "name"}, "not https"),
     ],
 )
 def test_bad_input_names_the_argument_and_not_the_secret(changes: dict[str, str], word: str) -> None:

@@ -141,6 +141,21 @@ def test_command_line_and_environment_of_the_reference_plan() -> None:
     assert all(isinstance(text, str) for text in [*replica["args"], *env.values()])
 
 
+def test_reviewed_code_is_handed_to_the_roles_that_compare_it() -> None:
+    reviewed = {"modeling_minimax_m2.py": "ab" * 32}
+    card = M2_5 | {"engine": M2_5["engine"] | {"trust_remote_code": reviewed}}
+    plan = planned(REFERENCE, card)
+    assert plan["model"]["remote_code"] == reviewed
+    assert all("--trust-remote-code" in replica["args"] for replica in plan["replicas"])
+    assert planned(REFERENCE)["model"]["remote_code"] == {}
+
+
+def test_no_card_sends_an_engine_online() -> None:
+    card = M2_5 | {"engine": M2_5["engine"] | {"env": {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}}}
+    env = planned(REFERENCE, card)["replicas"][0]["env"]
+    assert env["HF_HUB_OFFLINE"] == env["TRANSFORMERS_OFFLINE"] == "1"
+
+
 def test_each_limit_strikes_before_the_one_around_it() -> None:
     replica = planned(REFERENCE)["replicas"][0]
     start, engine = replica["expected"]["start_seconds"], int(replica["env"]["VLLM_ENGINE_READY_TIMEOUT_S"])
@@ -170,6 +185,41 @@ def test_nccl_follows_the_measured_verdict(verdict: str, expected: dict[str, str
     env = plan["replicas"][0]["env"]
     assert {k: v for k, v in env.items() if k.startswith("NCCL_P2P")} == expected
     assert any("broken" in w for w in plan["warnings"]) == (verdict == "broken")
+
+
+def test_a_broken_verdict_turns_off_every_way_that_goes_peer_to_peer_and_states_the_price() -> None:
+    """T33: with NCCL_P2P_DISABLE alone two ranks still hang in custom all-reduce, while FlashInfer tunes kernels."""
+    half = copy.deepcopy(M2_5)
+    half["shape"]["num_hidden_layers"] = 31
+    facts = two_sockets(2)
+    facts["checks"]["p2p"] = {"verdict": "broken", "detail": "a copy between GPU 0000:08:00.0 and GPU 1 hung"}
+    plan = planned(facts, half)
+    assert "--disable-custom-all-reduce" in plan["replicas"][0]["args"]
+    assert plan["replicas"][0]["env"]["NCCL_P2P_DISABLE"] == "1"
+    assert any("a copy between GPU 0000:08:00.0 and GPU 1 hung" in warning for warning in plan["warnings"])
+    assert any("The price:" in sentence for sentence in plan["explanation"])
+
+
+def test_the_owner_may_overrule_the_verdict() -> None:
+    facts = two_sockets()
+    facts["checks"]["p2p"]["verdict"] = "ok"
+    forbidden = planned(facts, peer_to_peer="forbid")
+    assert forbidden["replicas"][0]["env"]["NCCL_P2P_DISABLE"] == "1"
+    assert not any("broken" in warning for warning in forbidden["warnings"])
+    facts["checks"]["p2p"]["verdict"] = "broken"
+    allowed = planned(facts, peer_to_peer="allow")
+    assert "NCCL_P2P_DISABLE" not in allowed["replicas"][0]["env"]
+    assert any("Expect a hang" in warning for warning in allowed["warnings"])
+    with pytest.raises(BadInputError, match="measured, allow, forbid"):
+        planned(facts, peer_to_peer="maybe")
+
+
+def test_tuned_expert_tables_are_the_cards_business() -> None:
+    """T47: none by default, since their gain must be measured; a card may name a folder of them."""
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in planned(two_sockets())["replicas"][0]["env"]
+    tuned = copy.deepcopy(M2_5)
+    tuned["engine"]["env"] = {"VLLM_TUNED_CONFIG_FOLDER": "/etc/vllm-fleet/moe"}
+    assert planned(two_sockets(), tuned)["replicas"][0]["env"]["VLLM_TUNED_CONFIG_FOLDER"] == "/etc/vllm-fleet/moe"
 
 
 def test_two_pcie_ranks_keep_custom_all_reduce_unless_transfers_are_redirected() -> None:
@@ -789,3 +839,21 @@ def test_more_memory_never_holds_less(facts: dict[str, Any], card: dict[str, Any
     if after["layout"] == before["layout"]:
         tokens = [[r["expected"]["kv_cache_tokens"] for r in plan["replicas"]] for plan in (before, after)]
         assert all(more >= less for less, more in zip(*tokens, strict=True))
+
+
+def test_a_replica_that_spans_nodes_is_bound_rank_by_rank_by_the_engine_and_others_by_their_unit_alone() -> None:
+    two_of_each = {"exclude_gpus": [0, 1, 4, 5]}
+    (replica,) = planned(two_sockets(), **two_of_each)["replicas"]
+    start = replica["args"].index("--numa-bind")
+    assert replica["args"][start : start + 6] == ["--numa-bind", "--numa-bind-nodes", "0", "0", "1", "1"]
+    assert replica["memory_policy"] == "none"
+    assert "--numa-bind" not in planned(two_sockets())["replicas"][0]["args"]
+    assert "--numa-bind" not in planned(two_sockets(), vllm_version="0.31.0", **two_of_each)["replicas"][0]["args"]
+    assert "--numa-bind" not in planned(two_sockets(bindable=False), **two_of_each)["replicas"][0]["args"]
+
+
+def test_a_first_port_among_the_engines_own_is_refused() -> None:
+    for port in (21990, 22500):
+        with pytest.raises(BadInputError, match="first_port below"):
+            planned(REFERENCE, first_port=port)
+    assert planned(REFERENCE, first_port=20998)

@@ -13,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.stem for path in (ROOT / "plugins" / "modules").glob("*.py"))
-FILTERS = [*sorted(path.stem for path in (ROOT / "plugins" / "filter").glob("*.yml")), "gateway_backends"]
+FILTER_FOLDER = ROOT / "plugins" / "filter"
+FILTERS = sorted(
+    {path.stem for path in FILTER_FOLDER.glob("*.yml")}
+    | {path.stem for path in FILTER_FOLDER.glob("*.py") if "DOCUMENTATION" in path.read_text()}
+)
 
 
 def documentation(kind: str, names: list[str]) -> dict[str, Any]:
