@@ -2,8 +2,11 @@
 """Prove the planned command on this host's GPUs: probe, plan, start exactly what the unit says, and compare.
 
 The probe, the planner and the unit's template are the product's own (render.yml); systemd is not needed, since the
-unit's environment, ExecStart and ExecStartPost are read from the rendered file and run as they stand. How many GPUs a
+unit's environment and its ExecStart lines are read from the rendered file and run as they stand. How many GPUs a
 replica takes is the plan's business, so the same command works with one, four or eight.
+
+With --user the engine runs as that user, and the start gate runs before it, as the unit says. Give it an account of
+its own (`useradd --system vllm`): the gate ends whatever else that user runs outside a unit.
 
     prove.py --card minimax_m2_5 --weights FOLDER --runtime FOLDER_OF_VENV --report FILE
     prove.py --card rank/card.yml --weights rank ...          a single rank (single_rank.py), with dummy weights
@@ -45,15 +48,16 @@ STOP_SECONDS = 60
 KEPT_FLAGS = ("--served-model-name", "--host", "--port", "--tensor-parallel-size", "--load-format")
 KEPT_ENVIRONMENT = re.compile(
     r"HOME|PATH|\w*CACHE\w*|FLEET_\w+|CUDA_(?:DEVICE_ORDER|VISIBLE_DEVICES|HOME)|VLLM_ENGINE_READY_TIMEOUT_S|HF_\w+|"
-    r"TRANSFORMERS_OFFLINE|VLLM_NO_USAGE_STATS|VLLM_CPU_\w+"
+    r"TRANSFORMERS_OFFLINE|VLLM_NO_USAGE_STATS|VLLM_CPU_\w+|FLASHINFER_WORKSPACE_BASE"
 )
 
 
 @dataclass
 class Command:
-    """What a unit runs, and what waits until it serves."""
+    """What a unit runs: before it starts, to start, and until it serves."""
 
     environment: dict[str, str]
+    gate: list[str]
     start: list[str]
     wait: list[str]
 
@@ -72,7 +76,8 @@ class Command:
             ]
 
         pairs = [word.partition("=") for word in words("Environment")]
-        return cls({key: value for key, _, value in pairs}, words("ExecStart"), words("ExecStartPost"))
+        gate = [word.lstrip("+") for word in words("ExecStartPre")]
+        return cls({key: value for key, _, value in pairs}, gate, words("ExecStart"), words("ExecStartPost"))
 
     def flags(self) -> list[tuple[str, str | None]]:
         """What follows `vllm serve WEIGHTS`, as flags with their values."""
@@ -151,8 +156,9 @@ class Engine:
 
 def render(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Probe and plan this host and write its units below root; returns the plan."""
-    if options.reuse and (root / "plan.json").exists():
-        kept: dict[str, Any] = json.loads((root / "plan.json").read_text())
+    written = root / "opt/current/plan.json"
+    if options.reuse and written.exists():
+        kept: dict[str, Any] = json.loads(written.read_text())
         return kept
     credentials = root / "credentials"
     credentials.mkdir(parents=True, exist_ok=True)
@@ -162,8 +168,9 @@ def render(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "proof_root": str(root),
         "vllm_plan_model": options.card,
         "vllm_plan_models_folder": str(ROOT / "models"),
-        "vllm_service_weights": str(options.weights.resolve()),
-        "vllm_service_runtime": str(options.runtime.resolve()),
+        "model_weights_path": str(options.weights.resolve()),
+        "vllm_runtime_path": str(options.runtime.resolve()),
+        "vllm_service_user": options.user or "nobody",
         "ansible_python_interpreter": sys.executable,
     } | given
     playbook = ["ansible-playbook", "-i", "localhost,", "-c", "local", str(HERE / "render.yml")]
@@ -175,7 +182,7 @@ def render(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     if options.user:
         for folder in (credentials, Path(variables.get("vllm_service_state", root / "state"))):
             subprocess.run(["chown", "-R", f"{options.user}:{options.user}", str(folder)], check=True)
-    plan: dict[str, Any] = json.loads((root / "plan.json").read_text())
+    plan: dict[str, Any] = json.loads(written.read_text())
     return plan
 
 
@@ -215,37 +222,31 @@ def checks(command: Command) -> list[dict[str, Any]]:
     return [{key: result[key] for key in ("check", "ok", "seconds", "detail")} for result in found]
 
 
-def orphan(engine: Engine, options: argparse.Namespace, root: Path, command: Command) -> dict[str, Any]:
+def orphan(engine: Engine, command: Command, user: str | None) -> dict[str, Any]:
     """Kill the server's own process, nothing else: who then holds the GPU, and does the start gate free it?"""
-    result: dict[str, Any] = {
-        # Whoever starts as another user must be told who holds the memory, and must not touch it.
-        "gate_of_another_user": gate(options, root, command, "nobody"),
-        "before": holders(engine),
-    }
+    result: dict[str, Any] = {"before": holders(engine)}
+    if user:  # whoever starts as another user must be told who holds the memory, and must not touch it
+        result["gate_of_another_user"] = gate(command, "nobody")
     os.kill(engine.process.pid, signal.SIGKILL)
     engine.process.wait()
     for seconds in (1, 9):
         time.sleep(seconds)
         result[f"after_{seconds}_more_s"] = holders(engine)
-    if options.user:
-        result["gate"] = gate(options, root, command, options.user)
-        result["after_the_gate"] = holders(engine)
+    if user:
+        result |= {"gate": gate(command), "after_the_gate": holders(engine)}
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.process.pid, signal.SIGKILL)
     return result
 
 
-def gate(options: argparse.Namespace, root: Path, command: Command, user: str) -> dict[str, Any]:
-    """What the start gate says to a start of this replica by a user."""
-    plan, verdict = root / "plan.json", root / "verdict"
-    words = [
-        sys.executable, "-m", "vllm_fleet.target.start_gate", "--plan", str(plan),
-        "--replica", json.loads(plan.read_text())["replicas"][0]["name"], "--verdict", str(verdict), "--user", user,
-        "--weights", str(options.weights), "--manifest", str(root / "manifest.json"),
-        "--cache", command.environment["HOME"], "--accept", "port_taken", "--wait-seconds", "2",
-    ]  # fmt: skip
+def gate(command: Command, user: str | None = None) -> dict[str, Any]:
+    """Run ExecStartPre: what the start gate says, to the unit's user or to another one."""
+    words = [*command.gate, "--wait-seconds", "2"]
+    if user:
+        words[words.index("--user") + 1] = user
     start = time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
+    verdict = Path(words[words.index("--verdict") + 1])
     return {
         "verdict": verdict.read_text().strip() if verdict.exists() else done.stderr[-300:],
         "said": done.stdout.splitlines()[-6:],
@@ -283,7 +284,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     plan = render(options, root)
     replica = plan["replicas"][0]
     credentials = root / "credentials"
-    command = Command.of((root / replica["unit"]).read_text(), replica["unit"], credentials)
+    command = Command.of((root / "opt/current" / replica["unit"]).read_text(), replica["unit"], credentials)
     command.change(options)
     report: dict[str, Any] = {
         "case": options.name,
@@ -296,6 +297,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.dry_run:
         return report
+    if options.user:
+        report["gate"] = gate(command)
+    else:  # start-engine wants a verdict
+        verdict = root / "verdict"
+        verdict.write_text("passed\n")
+        command.start[command.start.index(command.gate[command.gate.index("--verdict") + 1])] = str(verdict)
     log = options.report.with_suffix(".log")
     served = load.Engine(
         f"http://{replica['bind_address']}:{replica['port']}",
@@ -326,7 +333,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.bench:
             report["bench"] = bench(options, replica, plan, credentials)
         if options.orphan:
-            report["orphan"] = orphan(engine, options, root, command)
+            report["orphan"] = orphan(engine, command, options.user)
     report["complaints"] = engine_log.complaints(log.read_text(errors="replace"))
     return report
 

@@ -90,6 +90,9 @@ def rank_config(config: dict[str, Any], card: dict[str, Any], vocabulary: dict[s
         made = {key: value for key, value in made.items() if not key.startswith("index")}
         made |= {"architectures": [card["architecture"]], "model_type": "deepseek_v3"}
     made["num_nextn_predict_layers"] = 0
+    # A dummy bias outweighs what dummy weights tell tokens apart by: all would be sent to the same few experts, and a
+    # step would read a twentieth of what it reads of a real model.
+    made |= {key: off for key, off in (("use_routing_bias", False), ("topk_method", "greedy")) if key in made}
     if "num_key_value_heads" in made and card["attention"] != "gqa":
         made["num_key_value_heads"] = shape["num_attention_heads"]
     made |= {"bos_token_id": vocabulary["]~!b["], "eos_token_id": vocabulary["[e~["]}

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "tests/fixtures/gpu"
 UNIT = """[Service]
 Environment=HOME=/state/cache
 Environment="NOTE=half of it: 50%% for \\"us\\""
 Environment=VLLM_USE_DEEP_GEMM=0
-ExecStart=/root/bin/with-engine-key /rt/venv/bin/vllm serve /weights --served-model-name m --tensor-parallel-size 4 \
---speculative-config "{\\"method\\": \\"mtp\\"}" --moe-backend triton --enable-auto-tool-choice --price 5$$
+ExecStartPre=+/root/bin/fleet-target start_gate --verdict /run/m --user vllm
+ExecStart=/root/bin/start-engine /run/m /rt/venv/bin/vllm serve /weights --served-model-name m \
+--tensor-parallel-size 4 --speculative-config "{\\"method\\": \\"mtp\\"}" --moe-backend triton --enable-auto-tool-choice --price 5$$
 ExecStartPost=/usr/bin/python3 client.py wait --key-file ${CREDENTIALS_DIRECTORY}/engine.key --unit %n
 """
 
@@ -57,7 +59,8 @@ def test_a_unit_is_read_as_systemd_reads_it() -> None:
         "NOTE": 'half of it: 50% for "us"',
         "VLLM_USE_DEEP_GEMM": "0",
     }
-    assert read.start[:4] == ["/root/bin/with-engine-key", "/rt/venv/bin/vllm", "serve", "/weights"]
+    assert read.gate == ["/root/bin/fleet-target", "start_gate", "--verdict", "/run/m", "--user", "vllm"]
+    assert read.start[:5] == ["/root/bin/start-engine", "/run/m", "/rt/venv/bin/vllm", "serve", "/weights"]
     assert json.loads(read.start[read.start.index("--speculative-config") + 1]) == {"method": "mtp"}
     assert read.start[-1] == "5$"
     assert read.wait[3:5] == ["--key-file", "/run/credentials/engine.key"]
@@ -67,7 +70,7 @@ def test_a_unit_is_read_as_systemd_reads_it() -> None:
 def test_defaults_keep_only_what_is_served_and_where() -> None:
     changed = command()
     changed.change(options(defaults=True))
-    assert changed.start[4:] == ["--served-model-name", "m", "--tensor-parallel-size", "4"]
+    assert changed.start[5:] == ["--served-model-name", "m", "--tensor-parallel-size", "4"]
     assert changed.environment == {"HOME": "/state/cache"}
 
 
@@ -84,6 +87,32 @@ def test_differences_are_of_what_both_know() -> None:
     plan = {"weights_gib": 50.0, "kv_cache_tokens": 1000, "start_seconds": 0, "decode_tokens_per_second": None}
     engine = {"weights_gib": 51.0, "kv_cache_tokens": 990, "start_seconds": 60.0, "version": "0.32.0"}
     assert script("prove").compare(plan, engine) == {"weights_gib": 2.0, "kv_cache_tokens": -1.0}
+
+
+# What engines printed
+
+
+@pytest.mark.parametrize("case", ["tp4-planned-cold", "tp4-defaults", "mla-tp8-planned"])
+def test_an_engine_is_read_from_its_log(case: str) -> None:
+    text = (MEASURED / f"{case}.log").read_text(encoding="utf-8")
+    reported = json.loads((MEASURED / f"{case}.json").read_text(encoding="utf-8"))["engine"]
+    read = script("engine_log").read(text)
+    assert read.items() <= reported.items()
+    assert read.keys() == reported.keys() - {"start_seconds", "ready"}
+    assert script("engine_log").complaints(text) == []
+
+
+def test_the_fullest_rank_and_the_reason_of_a_failure_are_told() -> None:
+    text = """(Worker_TP0 pid=1) INFO 12-01 08:39:23 [gpu_worker.py:759] Available KV cache memory: 77.2 GiB
+(Worker_TP1 pid=2) INFO 12-01 08:39:23 [gpu_worker.py:759] Available KV cache memory: 76.9 GiB
+(APIServer pid=3) WARNING 12-01 08:39:24 [system_utils.py:255] This can cause errors like `OSError: [Errno 24]`
+(EngineCore pid=4) ERROR 12-01 08:39:25 [core.py:906]   File "/x/core.py", line 849, in run
+(EngineCore pid=4) ERROR 12-01 08:39:25 [core.py:906] ValueError: Free memory on device cuda:0 is less than desired
+"""
+    assert script("engine_log").read(text)["kv_cache_gib"] == 76.9
+    assert [line.rpartition("] ")[2] for line in script("engine_log").complaints(text)] == [
+        "ValueError: Free memory on device cuda:0 is less than desired"
+    ]
 
 
 # A single rank, against what whole replicas logged
@@ -137,6 +166,8 @@ def test_a_rank_alone_needs_what_it_needs_in_its_group(
     assert config["vocab_size"] == len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"])
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     assert ("index_topk" in config) == (made["attention"] == "dsa")
+    assert not config.get("use_routing_bias")
+    assert config.get("topk_method") in (None, "greedy")
     assert yaml.safe_load((tmp_path / "card.yml").read_text()) == made
     assert made["engine"]["args"][-2:] == ["--load-format", "dummy"]
 
