@@ -68,7 +68,7 @@ _MLA_PREFILL_ROWS = 64 * 1024  # most rows of context that one chunk of prefill 
 
 # What a plan adds to the estimate: no report known had more overhead than estimate and margin together, except those of
 # forks with kernels of their own.
-_MARGIN_GIB = 0.1
+MARGIN_GIB = 0.15
 _MULTI_RANK_MARGIN_GIB = 1.2
 
 # Left outside gpu_memory_utilization: the CUDA context and cuBLAS handles (0.51 GiB on an H200), NCCL's buffers per
@@ -285,7 +285,7 @@ def overhead_gib(card: Card, layout: Layout, step: Step, *, margin: bool = True)
     if layout.ranks > 1:
         total += _COLLECTIVES_PER_RANK_GIB * layout.ranks
     if margin:
-        total += _MARGIN_GIB + (_MULTI_RANK_MARGIN_GIB if layout.ranks > 1 else 0)
+        total += MARGIN_GIB + (_MULTI_RANK_MARGIN_GIB if layout.ranks > 1 else 0)
     return total
 
 

@@ -26,18 +26,20 @@ CUSTOM_ALL_REDUCE_PCIE_RANKS = 2  # vLLM's own all-reduce stops there over PCIe
 TYPICAL_CONTEXT = 1536
 # Errors on the reports that the constants were fitted on, in per cent: the median, and what nine of ten stay within
 # (tests/unit/test_speed.py computes them).
-ERROR_PCT = 12
-ERROR_P90_PCT = 37
+ERROR_PCT = 10
+ERROR_P90_PCT = 32
 
 # Fitted on the reports of tests/fixtures/memory/throughput_reports.csv and the H200 measurements.
 _BANDWIDTH_SHARE = 0.9  # of a GPU's memory bandwidth, in kernels that read weights
 _LAYER_SECONDS = 66e-6  # kernels of one layer in a CUDA graph, beyond the bytes that they read
 _SPARSE_LAYER_SECONDS = 30e-6  # an indexer's, on top
+_BATCH_LAYER_SECONDS = 25e-6  # on top where experts serve several requests: an H200's step grew so from one to eight
 # Tokens prefer the same experts: a batch touches as many as this power of its size would by chance.
 _ROUTING_POWER = 0.84
 # The fullest rank's share of the experts touched, where each holds whole ones.
 _EXPERT_IMBALANCE = 1.25
 _ARITHMETIC_SHARE = 0.5  # of the dense BF16 rate
+_PREFILL_SHARE = 0.32  # the same in prefill: an H200 read 47,400 prompt tokens/s as a rank of M2.5 at TP4
 
 # One all-reduce: seconds, and bytes per second of the ring.
 _ALL_REDUCE = {
@@ -72,8 +74,9 @@ def decode_step_seconds(
     bandwidth = place.rates.memory_gb_s * 1e9 * _BANDWIDTH_SHARE
     read = _weights_read(card, layout, requests) + own * _cache_read(card, layout, context, dtype)
     layers = card.shape.num_hidden_layers
-    launches = layers * (_LAYER_SECONDS + (_SPARSE_LAYER_SECONDS if card.attention == "dsa" else 0))
-    arithmetic = requests * _flops_per_token(card, context) / layout.ranks / _arithmetic(place)
+    layer = _LAYER_SECONDS + (_SPARSE_LAYER_SECONDS if card.attention == "dsa" else 0)
+    launches = layers * (layer + (_BATCH_LAYER_SECONDS if card.shape.num_experts and requests > 1 else 0))
+    arithmetic = requests * _flops_per_token(card, context) / layout.ranks / _arithmetic(place, _ARITHMETIC_SHARE)
     # Stages take turns: each reads its share, and a token passes all of them.
     exchanges = _exchange(card, layout, place, requests)
     return read * layout.pipeline_parallel / bandwidth + launches + arithmetic + exchanges
@@ -88,7 +91,7 @@ def tokens_per_second(
 
 def prefill_tokens_per_second(card: Card, layout: Layout, place: Place, tokens: int = 8192) -> float:
     """Prompt tokens that a replica reads per second, in steps of so many."""
-    arithmetic = tokens * _flops_per_token(card, tokens // 2) / layout.ranks / _arithmetic(place)
+    arithmetic = tokens * _flops_per_token(card, tokens // 2) / layout.ranks / _arithmetic(place, _PREFILL_SHARE)
     read = _weights_read(card, layout, tokens) / (place.rates.memory_gb_s * 1e9 * _BANDWIDTH_SHARE)
     launches = card.shape.num_hidden_layers * _LAYER_SECONDS
     exchanges = _exchange(card, layout, place, tokens)
@@ -166,8 +169,8 @@ def active_weights(card: Card, layout: Layout) -> float:
     return total / layout.ranks
 
 
-def _arithmetic(place: Place) -> float:
-    return place.rates.bf16_tflops * 1e12 * _ARITHMETIC_SHARE
+def _arithmetic(place: Place, share: float) -> float:
+    return place.rates.bf16_tflops * 1e12 * share
 
 
 def _exchange(card: Card, layout: Layout, place: Place, tokens: int) -> float:

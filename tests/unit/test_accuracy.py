@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hosts import FIXTURES
 
-from vllm_fleet import accuracy
+from vllm_fleet import accuracy, memory
 from vllm_fleet.cli import main
 from vllm_fleet.errors import BadInputError
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORTS = FIXTURES / "memory" / "memory_reports.csv"
 # Logs that no constant was fitted on, of models and sizes that the fit has not seen.
 HELD_OUT = FIXTURES / "memory" / "held_out_reports.csv"
+MEASURED = FIXTURES / "gpu" / "h200_memory.csv"
 
 
 def one_row(tmp_path: Path, **changed: str) -> Path:
@@ -41,6 +42,16 @@ def test_predictions_are_as_good_as_promised(path: Path) -> None:
     assert result["kv_bytes_per_token"]["max_abs_pct"] <= 1.5  # logs round GiB and tokens
     assert result["kv_gib"]["count"] >= 5
     assert result["used"] + len(result["skipped"]) == result["rows"]
+
+
+def test_own_measurements_are_met_within_one_per_cent_and_never_promised_more() -> None:
+    """Single ranks on an H200, the planner's flags and the engine's defaults, grouped-query and latent attention."""
+    result = accuracy.measure(MEASURED)
+    assert result["skipped"] == []
+    assert result["kv_gib"]["max_abs_pct"] <= 1
+    assert result["kv_bytes_per_token"]["max_abs_pct"] <= 0.1
+    for row in result["detail"]:
+        assert row["kv_gib"] - memory.MARGIN_GIB <= row["kv_gib_reported"] + 0.01, row
 
 
 def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import math
 import re
 import statistics
@@ -12,7 +13,7 @@ from hosts import FIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_fleet import catalog, speed
+from vllm_fleet import catalog, memory, speed
 from vllm_fleet.catalog import Card
 from vllm_fleet.gpus import Rates
 from vllm_fleet.layout import Layout
@@ -79,16 +80,59 @@ def test_the_errors_that_plans_state_are_those_on_known_reports() -> None:
 
 def test_single_ranks_as_measured() -> None:
     """One H200, 0.26 with CUDA graphs: a TP4 rank decoded 214.3 tokens/s, 28 of 62 layers at full width 313.9."""
-    shape = dataclasses.replace(
-        M2_5.shape, num_attention_heads=12, num_key_value_heads=2, moe_intermediate_size=384, vocab_size=50048
-    )
-    rank, part = (
-        dataclasses.replace(M2_5, shape=shape),
-        dataclasses.replace(M2_5, shape=dataclasses.replace(M2_5.shape, num_hidden_layers=28)),
-    )
-    for card, measured in ((rank, 214.3), (part, 313.9)):
+    part = dataclasses.replace(M2_5, shape=dataclasses.replace(M2_5.shape, num_hidden_layers=28))
+    for card, measured in ((rank_of(4), 214.3), (part, 313.9)):
         guess = speed.tokens_per_second(card, Layout(), Place(H200, "NV"), 1, context=128)
         assert guess == pytest.approx(measured, rel=0.05)
+
+
+def rank_of(ranks: int, *, whole_experts: bool = False) -> Card:
+    """What one rank of M2.5 holds, as a model of its own."""
+    shape, width = M2_5.shape, 1 if whole_experts else ranks
+    cut = dataclasses.replace(
+        shape,
+        num_attention_heads=shape.num_attention_heads // ranks,
+        num_key_value_heads=max(1, shape.num_key_value_heads // ranks),
+        moe_intermediate_size=shape.moe_intermediate_size // width,
+        num_experts=shape.num_experts // ranks if whole_experts else shape.num_experts,
+        vocab_size=shape.vocab_size // ranks,
+    )
+    return dataclasses.replace(M2_5, shape=cut)
+
+
+@pytest.mark.parametrize(
+    ("case", "card", "most"),
+    [("tp4-defaults", rank_of(4), 10), ("tp8-ep8-planned", rank_of(8, whole_experts=True), 8)],
+)
+def test_steps_of_single_ranks_as_measured(case: str, card: Card, most: int) -> None:
+    """0.32 on an H200, one request to 128, within 12 %.
+
+    The weights were dummies that sent all tokens of a layer to the same few experts, so the bytes of those are counted
+    in place of what real text would touch (tests/fixtures/gpu/README.md).
+    """
+    report = json.loads((FIXTURES / "gpu" / f"{case}.json").read_text(encoding="utf-8"))
+    expert = memory.expert_bytes(card, Layout()) * card.shape.num_hidden_layers
+    everything = memory.weights_gib(card, Layout()) * memory.GIB - card.shape.vocab_size * card.shape.hidden_size * 2
+    for entry in report["decode"]:
+        requests = entry["requests"]
+        touched = min(most, 7 + requests)
+        as_measured = everything - (card.shape.num_experts - touched) * expert
+        real = speed._weights_read(card, Layout(), requests)
+        step = speed.decode_step_seconds(card, Layout(), Place(H200, "NV"), requests, context=entry["context"])
+        step -= (real - as_measured) / (H200.memory_gb_s * 1e9 * speed._BANDWIDTH_SHARE)
+        assert 1000 * step == pytest.approx(entry["step_ms"], rel=0.12), requests
+
+
+def test_prefill_of_a_single_rank_as_measured() -> None:
+    report = json.loads((FIXTURES / "gpu" / "tp4-defaults.json").read_text(encoding="utf-8"))
+    (measured,) = [entry["tokens_per_second"] for entry in report["prefill"] if entry["prompt_tokens"] == 8192]
+    assert speed.prefill_tokens_per_second(rank_of(4), Layout(), Place(H200, "NV")) == pytest.approx(measured, rel=0.1)
+
+
+def test_bandwidth_as_measured() -> None:
+    """A read of 4 GiB on an H200, beside the share of its data sheet's 4.8 TB/s that the roofline takes."""
+    rates = json.loads((FIXTURES / "gpu" / "rates.json").read_text(encoding="utf-8"))
+    assert speed._BANDWIDTH_SHARE * H200.memory_gb_s == pytest.approx(rates["read_gb_s"], rel=0.03)
 
 
 def host_rate(card: Card, ranks: int, concurrency: int, gpus: int = 4) -> float:
