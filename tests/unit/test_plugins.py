@@ -13,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.stem for path in (ROOT / "plugins" / "modules").glob("*.py"))
-FILTERS = [*sorted(path.stem for path in (ROOT / "plugins" / "filter").glob("*.yml")), "driver_plan", "gateway_backends"]
+FILTERS = [
+    "driver_plan",
+    "gateway_backends",
+    *sorted(path.stem for path in (ROOT / "plugins" / "filter").glob("*.yml")),
+]
 
 
 def documentation(kind: str, names: list[str]) -> dict[str, Any]:
