@@ -43,7 +43,7 @@ test-gateway: setup ## Test the gateway: a real HAProxy over stand-in engines
 	pytest tests/gateway
 
 test-molecule: image ## Run the molecule scenarios in lab hosts
-	molecule test --all --exclude numa_vm --exclude driver_vm
+	molecule test --all --exclude numa_vm
 
 test-vm: ## Prove the pinning on a real kernel, in a virtual machine (minutes: its CPUs are emulated)
 	@scripts/setup vm

@@ -23,6 +23,7 @@ from vllm_fleet.target.apt_view import (
     repository_addresses,
     retired_key_files,
 )
+from vllm_fleet.target.driver_guard import GuardError, differences, hold, write
 from vllm_fleet.target.driver_probe import (
     dpkg_state,
     is_driver_package,
@@ -387,6 +388,45 @@ def test_files_come_back_as_they_were_and_an_interrupted_changes_snapshot_is_kep
     assert not absent.exists()
     snapshot.drop()
     assert snapshot.restore() == {"differences": [], "worked": False}
+
+
+# --- guards ---------------------------------------------------------------------------------------------------------
+
+
+def test_guards_are_written_once_and_removed_where_null(tmp_path: Path) -> None:
+    stale = tmp_path / "etc/kernel/postinst.d/zz-hook"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("old", encoding="utf-8")
+    wanted = {
+        "/etc/modprobe.d/a.conf": "blacklist nouveau\n",
+        "/etc/kernel/postinst.d/zz-hook": None,
+        "/etc/gone": None,
+    }
+    changes = differences(wanted, str(tmp_path))
+    assert [(one.path, one.before, one.after) for one in changes] == [
+        ("/etc/modprobe.d/a.conf", None, "blacklist nouveau\n"),
+        ("/etc/kernel/postinst.d/zz-hook", "old", None),
+    ]
+    write(changes, str(tmp_path))
+    assert differences(wanted, str(tmp_path)) == []
+    assert not stale.exists()
+    assert (tmp_path / "etc/modprobe.d/a.conf").stat().st_mode & 0o777 == 0o644
+
+
+def test_only_a_script_may_be_run(tmp_path: Path) -> None:
+    write(differences({"/etc/hook": "#!/bin/sh\n"}, str(tmp_path)), str(tmp_path))
+    assert (tmp_path / "etc/hook").stat().st_mode & 0o777 == 0o755
+
+
+def test_only_free_packages_are_held() -> None:
+    rows = (
+        "libcuda1\t580.126.09-1\tamd64\thold\tinstalled\tok\nnvidia-smi\t580.126.09-1\tamd64\tinstall\tinstalled\tok\n"
+    )
+    run = answering({"dpkg-query": rows, "apt-mark hold nvidia-smi": ""})
+    assert hold(run, ["libcuda1", "nvidia-smi"]) == ["nvidia-smi"]
+    with pytest.raises(GuardError, match="apt-mark hold failed: E: no such"):
+        hold(answering({"dpkg-query": rows, "apt-mark": (100, "", "E: no such\n")}), ["nvidia-smi"])
+    assert hold(answering({"dpkg-query": rows}), ["nvidia-smi"], check=True) == ["nvidia-smi"]
 
 
 # --- the modules ----------------------------------------------------------------------------------------------------
