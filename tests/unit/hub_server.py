@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -40,6 +41,7 @@ class Fault:
         where: Which requests: `revision`, `tree`, `resolve` (HEAD and GET), `content` (GET of a file) or `xet`.
         name: Which file, for `resolve` and `content`; empty for every.
         times: How many requests it hits; None for all.
+        while_exists: For `slow`, a file that ends it by going away.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Fault:
     code: int = 500
     error_code: str = ""
     seconds: float = 0.01
+    while_exists: str = "/"
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -267,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         end = int(len(content) * fault.share) if fault and kind in ("stall", "drop") else len(content)
         for start in range(0, end, _PIECE):
             self.wfile.write(content[start : min(start + _PIECE, end)])
-            if fault and kind == "slow":
+            if fault and kind == "slow" and Path(fault.while_exists).exists():
                 self.hub.stopping.wait(fault.seconds)
         if kind == "stall":
             self.wfile.flush()
@@ -297,13 +300,13 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--token-sha256")
     parser.add_argument("--shard-bytes", type=int, default=300_000)
-    parser.add_argument("--slow-seconds", type=float, default=0.0)
+    parser.add_argument("--slow-while", help="a file; while it exists, pieces come a second apart")
     options = parser.parse_args()
     hub = HubServer(model(shard_bytes=options.shard_bytes), address=options.address, port=options.port)
     hub.url = hub.content_url = f"http://{options.address}:{options.port}"
     hub.token_sha256 = options.token_sha256
-    if options.slow_seconds:
-        hub.faults = [Fault("slow", seconds=options.slow_seconds)]
+    if options.slow_while:
+        hub.faults = [Fault("slow", seconds=1, while_exists=options.slow_while)]
     hub.serve_forever()
 
 
