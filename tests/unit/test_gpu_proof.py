@@ -28,8 +28,8 @@ Environment="NOTE=half of it: 50%% for \\"us\\""
 Environment=VLLM_USE_DEEP_GEMM=0
 ExecStartPre=+/root/bin/fleet-target start_gate --verdict /run/m --user vllm
 ExecStart=/root/bin/start-engine /run/m /rt/venv/bin/vllm serve /weights --served-model-name m \
---tensor-parallel-size 4 --speculative-config "{\\"method\\": \\"mtp\\"}" \
---moe-backend triton --enable-auto-tool-choice --price 5$$
+--tensor-parallel-size 4 --speculative-config "{\\"method\\": \\"mtp\\"}" --moe-backend triton \
+--enable-auto-tool-choice --price 5$$
 ExecStartPost=/usr/bin/python3 client.py wait --key-file ${CREDENTIALS_DIRECTORY}/engine.key --unit %n
 """
 

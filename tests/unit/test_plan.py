@@ -239,7 +239,7 @@ def test_nvlink_needs_no_pcie_settings() -> None:
 
 
 def test_hopper_keeps_experts_off_deepgemm_and_leaves_it_the_other_matrices() -> None:
-    """Measured on an H200: 205 tokens/s against 197 for one request, 14,021 against 12,773 for 128."""
+    """Measured on an H200: 4.9 ms a step against 5.1 for one request, 9.1 against 10.0 for 128."""
     (replica,) = planned(nvlink(4, H200))["replicas"]
     assert flag(replica, "--moe-backend") == "triton"
     assert "VLLM_USE_DEEP_GEMM" not in replica["env"]
