@@ -5,7 +5,7 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: help setup image up down demo test lint test-unit test-gateway test-molecule test-end-to-end test-vm test-driver lock clean
+.PHONY: help setup image up down demo test lint test-unit test-gateway test-molecule test-scenarios test-end-to-end test-vm test-driver lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,11 @@ test-unit: setup ## Run the unit tests
 test-gateway: setup ## Test the gateway: a real HAProxy over stand-in engines
 	pytest tests/gateway
 
-test-molecule: image ## Run the molecule scenarios in lab hosts
-	molecule test --all --exclude numa_vm
+test-molecule: image ## Deploy to bare lab hosts: check, converge, idempotence, verify
+	molecule test --scenario-name default
+
+test-scenarios: image ## Run the scenarios of each role in lab hosts (half an hour)
+	molecule test --all --exclude default --exclude numa_vm --exclude driver_vm
 
 test-vm: ## Prove the pinning on a real kernel, in a virtual machine (minutes: its CPUs are emulated)
 	@scripts/setup vm
