@@ -77,7 +77,7 @@ class VirtualMachine:
             *("-netdev", f"user,id=net,hostfwd=tcp:127.0.0.1:{self.ssh_port}-:22"),
             *("-device", "virtio-net-pci,netdev=net,romfile="),
             *("-drive", f"if=none,id=disk,file={self.state / 'root.img'},format=raw,snapshot=on,cache=unsafe"),
-            *("-device", "virtio-blk-pci,drive=disk,bus=pcie.0,bootindex=0"),
+            *("-device", "virtio-blk-pci,drive=disk,bus=pcie.0"),
             *("-serial", f"file:{self.state / 'console.log'}"),
             *self.hardware(self.state),
         ]
