@@ -16,7 +16,7 @@ from pathlib import Path
 
 ACCOUNT, SLOW, *FOLDERS = sys.argv[1:]
 EXPECTED = "Basic " + base64.b64encode(Path(ACCOUNT).read_bytes().strip()).decode()
-SLOW_SECONDS = 60
+SLOW_SECONDS = 600
 
 
 def files() -> dict[str, Path]:
