@@ -319,7 +319,7 @@ def host(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_a_working_engine_is_ready_on_every_route(host: Host) -> None:
-    host.until(lambda: host.watch.answer()["last_completion_seconds"] is not None)
+    host.until(lambda: None not in {host.watch.answer()[name] for name in ("last_completion_seconds", "running")})
     for path, headers in (
         ("/replicas/m-0", {}),
         ("/check?name=m-0", {}),
