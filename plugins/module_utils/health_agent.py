@@ -579,11 +579,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, (json.dumps(answer) + "\n").encode(), "application/json")
 
     def _send(self, status: int, body: bytes, content_type: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        # A checker that has seen enough, as HAProxy does, closes before the end; the next one comes in seconds.
+        with contextlib.suppress(ConnectionError):
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         """Checks every few seconds are no news."""

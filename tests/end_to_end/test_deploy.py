@@ -136,9 +136,10 @@ def test_the_engine_accepts_every_command_line_that_the_planner_writes(deployed:
     lists.write_text(json.dumps(gallery.command_lines(gallery.plans())))
     deployed.copy(HOSTS[0], lists, "/tmp/command_lines.json")  # noqa: S108  on a throw-away host
     deployed.copy(HOSTS[0], Path(__file__).with_name("accepts_arguments.py"), "/tmp/accepts_arguments.py")  # noqa: S108
+    release = json.loads(deployed.shell(HOSTS[0], "cat /opt/vllm-fleet/current/release.json | tr -d '\\n'"))
     refused = deployed.shell(
         HOSTS[0],
-        "cd /tmp; /opt/vllm-fleet/runtimes/vllm-*/venv/bin/python accepts_arguments.py <command_lines.json | tail -n 1",
+        f"cd /tmp; {release['runtime']}/venv/bin/python accepts_arguments.py <command_lines.json | tail -n 1",
     )
     assert refused == "[]"
 
