@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 THOUGHT = "The question does not matter: these weights know one answer."
 ANSWER = "Hello from the lab: a real engine produced every word of this."
-UNITS = {"vllm-gateway.service", "vllm-minimax-m2-5-0.service", "vllm-minimax-m2-5-1.service"}
+UNITS = {"vllm-gateway.service", "vllm-health.service", "vllm-minimax-m2-5-0.service", "vllm-minimax-m2-5-1.service"}
 DEPLOY = "playbooks/deploy_minimax.yml"
 CAPTURES = REPOSITORY / "tests" / "fixtures" / "captures"
 
@@ -252,7 +252,8 @@ def test_teardown_leaves_nothing(deployed: Lab) -> None:
             "ls -d /etc/systemd/system/vllm-* /etc/systemd/system/*.wants/vllm-* /etc/vllm-fleet /opt/vllm-fleet/* "
             "/var/lib/vllm-gateway /var/lib/vllm-fleet 2>/dev/null; getent passwd vllm || true",
         )
-        assert left == "/opt/vllm-fleet/runtimes"  # environments are kept unless asked
+        # Environments, and the record of what was verified of the weights, are kept unless asked.
+        assert left.replace("\\n", " ").split() == ["/opt/vllm-fleet/runtimes", "/var/lib/vllm-fleet"]
     assert deployed.play("playbooks/teardown.yml").hosts("changed") == set()
 
 
