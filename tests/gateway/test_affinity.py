@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from conftest import Fleet
 
 HEADER = "X-Session-ID"
-# A request counts for its replica until HAProxy has closed it, a moment after its client has the answer. Where a test asks
-# one thing after the other, that moment must not make a replica look busy.
+# A request counts for its replica until HAProxy has closed it, a moment after its client has the answer. Where a test
+# asks one thing after the other, that moment must not make a replica look busy.
 STICKY = {"model_gateway_affinity_header": HEADER, "model_gateway_affinity_load_percent": 1000}
 CONVERSATIONS = [f"conversation-{index}" for index in range(24)]
 
