@@ -88,8 +88,9 @@ class AptView:
             "Dir::Etc::preferencesparts": self._scratch / "preferences.d",
             "Dir::State::lists": self._scratch / "lists",
             "Dir::Cache::archives": self.archives,
-            "Dir::Cache::pkgcache": "",
-            "Dir::Cache::srcpkgcache": "",
+            # Its own, or each of many calls would parse all lists anew (1.1 s instead of 0.06 s).
+            "Dir::Cache::pkgcache": self._scratch / "pkgcache.bin",
+            "Dir::Cache::srcpkgcache": self._scratch / "srcpkgcache.bin",
             "APT::Sandbox::User": "root",  # its unprivileged user may not read the scratch folder
             "APT::Get::List-Cleanup": "false",
         }
