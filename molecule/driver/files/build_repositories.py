@@ -141,7 +141,7 @@ def module_source(package: str, upstream: str, version: str, licence: str, **fie
         },
         scripts={
             # As dh_dkms writes it: the build of one kernel that fails does not fail the installation, except on demand.
-            "postinst": "[ ! -e /opt/stand_in/fail_postinst ] || exit 7\n"
+            "postinst": f"! grep -qsx {upstream} /opt/stand_in/fail_postinst || exit 7\n"
             f"dkms install -m nvidia -v {upstream} --all || true\n",
             "prerm": f"dkms remove -m nvidia -v {upstream} --all || true\n",
         },
