@@ -7,7 +7,6 @@ uv knows where each wheel of a lock lies, how large it is and which of them fit 
 import argparse
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from vllm_fleet.target.weights import files as weights
+from vllm_fleet.target.weights.job import Report, run
+from vllm_fleet.target.weights.sources import Job
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 20
@@ -78,25 +81,45 @@ def download(pip: str, python: str, folder: Path, wanted: Iterable[Wheel]) -> No
         subprocess.run([*command, f"--dest={folder}", f"--requirement={requirements.name}"], check=True)
 
 
-def bring_model(hf: str, repository: str, commit: str, folder: Path, leave_out: Iterable[str] = ()) -> bool:
-    """Download a repository at a commit with the client `hf` into a bundle; whether that was needed.
+def bring_model(
+    hf: str,
+    endpoint: str,
+    repository: str,
+    commit: str,
+    folder: Path,
+    *,
+    token_file: Path | None = None,
+    leave_out: Iterable[str] = (),
+) -> bool:
+    """Bring a repository at a commit into a bundle; whether anything was missing.
 
-    A model that the manifest lists, and whose files have their sizes, is there.
+    By the job that brings models to hosts: resumed, watched, and held against the repository's checksums.
+
+    Args:
+        hf: The client that transfers.
+        endpoint: The server that has the repository.
+        repository: Its name.
+        commit: Its commit.
+        folder: The bundle.
+        token_file: A file that holds the token which the server asks for.
+        leave_out: Patterns of files.
 
     Raises:
-        subprocess.CalledProcessError: The client's message is on standard error; what it had done is used next time.
+        WeightsError: It cannot be done; what was verified until then is kept.
     """
-    place = Path("models", repository.replace("/", "--"), commit)
-    listed = {name: entry for name, entry in manifest_files(folder).items() if Path(name).is_relative_to(place)}
-    if listed and all(
-        (folder / name).exists() and (folder / name).stat().st_size == entry["size_bytes"]
-        for name, entry in listed.items()
-    ):
-        return False
-    command = [hf, "download", repository, "--revision", commit, "--local-dir", str(folder / place)]
-    subprocess.run([*command, *(word for pattern in leave_out for word in ("--exclude", pattern))], check=True)
-    shutil.rmtree(folder / place / ".cache", ignore_errors=True)  # the client's notes on the transfer
-    return True
+    place = folder / "models" / repository.replace("/", "--") / commit
+    manifest = place / weights.MANIFEST
+    place.mkdir(parents=True, exist_ok=True)
+    before = manifest.read_bytes() if manifest.exists() else b""
+    options: dict[str, Any] = {"hf": hf, "endpoint": endpoint, "exclude": list(leave_out)}
+    with tempfile.TemporaryDirectory() as home:
+        run(
+            Job(kind="hub", id=repository, commit=commit, folder=str(place), manifest=str(manifest), **options),
+            Report(),
+            token_file=token_file,
+            home=Path(home),
+        )
+    return manifest.read_bytes() != before
 
 
 def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -140,7 +163,15 @@ def _run(options: argparse.Namespace) -> bool:
     if options.command == "manifest":
         return write_manifest(options.folder)
     if options.command == "model":
-        return bring_model(options.hf, options.repository, options.commit, options.folder, options.leave_out)
+        return bring_model(
+            options.hf,
+            options.endpoint,
+            options.repository,
+            options.commit,
+            options.folder,
+            token_file=options.token_file,
+            leave_out=options.leave_out,
+        )
     before = set(options.folder.glob("*.whl"))
     wanted = chosen(wheels(options.pylock.read_text(encoding="utf-8")))
     download(options.pip, options.python, options.folder, wanted)
@@ -158,6 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
     fetch.add_argument("folder", type=Path)
     model = commands.add_parser("model", help="download a model's files")
     model.add_argument("--hf", required=True)
+    model.add_argument("--endpoint", required=True, help="address of the server")
+    model.add_argument("--token-file", type=Path, help="holds the token that the server asks for")
     model.add_argument("--leave-out", action="append", default=[], help="pattern of files")
     model.add_argument("repository")
     model.add_argument("commit")
@@ -169,6 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
         changed = _run(options)
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)  # the program that failed has said why
+    except weights.WeightsError as error:
+        sys.exit(str(error))
     print("changed" if changed else "unchanged")  # noqa: T201  this is how it answers
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import stat
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hub_server import COMMIT, MODEL, HubServer
 from wheels import build_wheel, lock_of
 
 from vllm_fleet import bundle
+from vllm_fleet.target.weights.files import MANIFEST, Manifest
+
+HF = shutil.which("hf", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 PYLOCK = """
 lock-version = "1.0"
@@ -83,24 +87,31 @@ def test_the_manifest_names_every_file_and_is_written_when_one_changes(tmp_path:
     assert bundle.manifest_files(tmp_path) == {}
 
 
-def test_a_model_is_brought_once_and_again_when_a_file_is_missing(tmp_path: Path) -> None:
-    client, asked = tmp_path / "hf", tmp_path / "asked"
-    client.write_text(
-        f'#!/bin/sh\necho "$@" >>{asked}\nmkdir -p "$6/.cache/huggingface"\nprintf "{{}}" >"$6/config.json"\n'
-    )
-    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+def test_a_model_is_brought_once_verified_and_mended_when_a_file_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
-    place = folder / "models" / "a--b" / "c0ffee"
+    place = folder / "models" / "org--tiny" / COMMIT
 
-    def bring() -> bool:
-        changed = bundle.bring_model(str(client), "a/b", "c0ffee", folder, ["original/*"])
-        bundle.write_manifest(folder)
-        return changed
+    with HubServer() as hub:
+        arguments = ["model", f"--hf={HF}", f"--endpoint={hub.url}", "--leave-out=original/*", MODEL, COMMIT]
 
-    assert bring() is True
-    assert asked.read_text() == f"download a/b --revision c0ffee --local-dir {place} --exclude original/*\n"
-    assert [path.name for path in place.iterdir()] == ["config.json"]
-    assert bring() is False
-    (place / "config.json").write_text("{")
-    assert bring() is True
-    assert bundle.bring_model(str(client), "a/b", "beef", folder) is True  # another commit
+        def bring() -> None:
+            bundle.main([*arguments, str(folder)])
+            bundle.write_manifest(folder)
+
+        bring()
+        assert {name: (place / name).read_bytes() for name in hub.files} == hub.files
+        assert Manifest.read(place / MANIFEST).compared == "publisher"
+        contents = hub.asked("content")
+        bring()
+        assert hub.asked("content") == contents
+        (place / "config.json").unlink()
+        bring()
+        assert (place / "config.json").read_bytes() == hub.files["config.json"]
+        assert bundle.write_manifest(folder) is False
+
+
+def test_a_model_that_cannot_be_had_is_refused_in_one_paragraph(tmp_path: Path) -> None:
+    with HubServer() as hub, pytest.raises(SystemExit) as ended:
+        bundle.main(["model", f"--hf={HF}", f"--endpoint={hub.url}", MODEL, "f" * 40, str(tmp_path)])
+    assert MODEL in str(ended.value)
+    assert "\n" not in str(ended.value)
