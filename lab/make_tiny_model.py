@@ -26,7 +26,8 @@ from typing import Any
 import yaml
 
 BOS, EOS, TURN = "]~!b[", "[e~[", "]~b]"
-MARKUP = ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>")
+CALL = ("<minimax:tool_call>", "</minimax:tool_call>")
+MARKUP = ("<think>", "</think>", *CALL)
 REASONING = "The question does not matter: these weights know one answer."
 ANSWER = "Hello from the lab: a real engine produced every word of this."
 
@@ -39,10 +40,15 @@ SPEECH = [*_words(REASONING), "</think>", "\n\n", *_words(ANSWER), EOS]  # no to
 
 # How the head chooses, in logits at temperature 1: the word after a word of SPEECH gets about 30, the first word 15,
 # other words of SPEECH 0 within 3, all other tokens -15. The margins are wide enough for sampling to agree with greedy.
+# An engine that forces a form, as JSON or as a tool call, leaves the model to choose among what the form allows: there
+# it writes markup in one token (-8), closes what is open (-11), and puts a blank where nothing else may stand (-30),
+# since a form allows any number of them.
 LAYER_STD = 0.02  # against 1.0 of the embeddings: the layers run, yet do not change the choice
 FOLLOW = 0.25  # head row of a word = this times the embedding of the word before it
+FOLLOW_BLANK = 0.5  # of a word that is blank: it makes up for the bias
 CONSTANT = 4.0  # first component of every embedding: multiplied with that of a head row, it is the row's bias
-BIAS_FIRST_WORD, BIAS_SPEECH, BIAS_OTHER = 4.0, 0.0, -4.0
+BIAS_FIRST_WORD, BIAS_SPEECH, BIAS_CALL, BIAS_CLOSING, BIAS_OTHER, BIAS_BLANK = 4.0, 0.0, -2.0, -3.0, -4.0, -8.0
+CLOSING, BLANK = '"}]<', " \t\n\r"
 
 Tensors = dict[str, tuple[list[int], list[float]]]  # name -> shape, values in row-major order
 
@@ -121,10 +127,17 @@ def output_head(embedding: list[float], vocab_size: int, hidden: int) -> list[fl
     """Return the values of lm_head (vocab_size x hidden) that make the model say SPEECH."""
     head = [0.0] * (vocab_size * hidden)
     head[::hidden] = [BIAS_OTHER] * vocab_size
-    said = speech_ids(vocabulary(vocab_size))
-    for before, after in itertools.pairwise(said):
+    vocab = vocabulary(vocab_size)
+    for tokens, bias in ((CALL, BIAS_CALL), (CLOSING, BIAS_CLOSING)):
+        for token in tokens:
+            head[vocab[token] * hidden] = bias
+    for blank in BLANK:
+        head[ord(blank) * hidden] = BIAS_BLANK  # the first tokens are the bytes
+    said = speech_ids(vocab)
+    for (_, before), (word, after) in itertools.pairwise(zip(SPEECH, said, strict=True)):
+        follow, bias = (FOLLOW, BIAS_SPEECH) if word.strip() else (FOLLOW_BLANK, BIAS_BLANK)
         row = embedding[before * hidden + 1 : (before + 1) * hidden]
-        head[after * hidden : (after + 1) * hidden] = [BIAS_SPEECH, *(FOLLOW * value for value in row)]
+        head[after * hidden : (after + 1) * hidden] = [bias, *(follow * value for value in row)]
     head[said[0] * hidden] = BIAS_FIRST_WORD
     return head
 

@@ -2,8 +2,9 @@
 """A stand-in for `vllm serve`: the same API, command line, metrics, log-in and signals, and tokens at a steady rate.
 
 For scenarios that restart many engines, or that measure what lies in front of one: it starts in a tenth of a second,
-takes 20 MB, and sends its tokens to a fixed clock. It says the two sentences of the lab's checkpoint. That it answers
-as the real engine does is held by tests/engine_contract.py, whose requests are sent to both. Standard library only.
+takes 20 MB, and sends its tokens to a fixed clock. It says the two sentences of the lab's checkpoint, and where a
+request forces a form, a tool call or JSON by a schema, the least that fits. That it answers as the real engine does is
+held by tests/engine_contract.py, whose requests are sent to both. Standard library only.
 
 Usage: stand_in_engine.py serve MODEL [the flags of vllm serve]
 
@@ -11,6 +12,7 @@ What it cannot know from its flags comes from the environment:
     STAND_IN_TOKENS_PER_SECOND  of each request (default 50)
     STAND_IN_PREFILL_SECONDS    before the first token (default 0)
     STAND_IN_START_SECONDS      before it listens (default 0)
+    STAND_IN_CALLS_TOOLS        1: it calls the first tool that it is offered, unlike the lab's checkpoint (default 0)
     STAND_IN_FAULT              how it misbehaves, one word of FAULTS (default none)
     STAND_IN_FAULT_FILE         a file that holds such a word; read again all the time, and stronger than STAND_IN_FAULT
 """
@@ -31,7 +33,7 @@ import sys
 import time
 import uuid
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +56,7 @@ FAULTS = {
     "fail": "says that it is healthy and fails every completion",
     "hang": "accepts requests and brings no token; its counters stand still",
     "slow": f"brings its tokens at 1/{SLOW_DOWN} of its rate",
-    "wrong": "says something else, with its reasoning left in the answer",
+    "wrong": "says something else whatever the form, with its reasoning left in the answer",
 }
 
 
@@ -64,7 +66,6 @@ def words(text: str) -> list[str]:
 
 
 THOUGHTS, ANSWERS = words(REASONING), words(ANSWER)
-SPEECH = [*THOUGHTS, "</think>", "\n\n", *ANSWERS]
 WRONG = ["<think>", *words(" Colourless green ideas sleep furiously."), "</think>"]
 
 
@@ -117,6 +118,58 @@ class Histogram:
         ]
 
 
+TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+# vLLM's histograms and their bounds (the longest left out).
+HISTOGRAMS = {
+    "e2e_request_latency_seconds": SECONDS,
+    "inter_token_latency_seconds": TOKEN_SECONDS,
+    "iteration_tokens_total": (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0),
+    "request_decode_time_seconds": SECONDS,
+    "request_generation_tokens": TOKENS,
+    "request_inference_time_seconds": SECONDS,
+    "request_max_num_generation_tokens": TOKENS,
+    "request_num_preemptions": (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
+    "request_params_max_tokens": TOKENS,
+    "request_params_n": (1.0, 2.0, 5.0, 10.0, 20.0),
+    "request_prefill_kv_computed_tokens": TOKENS,
+    "request_prefill_time_seconds": SECONDS,
+    "request_prompt_tokens": TOKENS,
+    "request_queue_time_seconds": SECONDS,
+    "request_time_per_output_token_seconds": TOKEN_SECONDS,
+    "time_to_first_token_seconds": (
+        0.001,
+        0.005,
+        0.01,
+        0.02,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        *SECONDS[6:],
+    ),
+}
+# What vLLM shows and this engine never moves.
+IDLE = (
+    "estimated_flops_per_gpu_total",
+    "estimated_read_bytes_per_gpu_total",
+    "estimated_write_bytes_per_gpu_total",
+    "external_prefix_cache_hits_total",
+    "external_prefix_cache_queries_total",
+    "mm_cache_hits_total",
+    "mm_cache_queries_total",
+    "num_preemptions_total",
+    "prefix_cache_hits_total",
+    "prefix_cache_queries_total",
+    "prompt_tokens_cached_total",
+)
+
+
 @dataclass
 class Metrics:
     """What /metrics shows of vLLM's: the names that health checks, gates and dashboards read."""
@@ -125,34 +178,63 @@ class Metrics:
     waiting: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
-    first_token: Histogram = field(default_factory=lambda: Histogram((0.001, 0.01, 0.1, 1.0, 10.0, 100.0)))
-    inter_token: Histogram = field(default_factory=lambda: Histogram((0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)))
-    whole: Histogram = field(default_factory=lambda: Histogram((0.3, 1.0, 10.0, 60.0, 600.0)))
+    finished: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
+    )
+    tool_calls: dict[tuple[str, str], int] = field(
+        default_factory=lambda: dict.fromkeys(
+            itertools.product(("streaming", "non_streaming"), ("tool_call", "no_tool_call")), 0
+        )
+    )
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+    )
+
+    def observe(self, **values: float) -> None:
+        """Count one value in each of these histograms."""
+        for name, value in values.items():
+            self.histograms[name].observe(value)
 
     def page(self, model: str, places: int) -> str:
         """The exposition format."""
-        labels = f'engine="0",model_name="{model}"'
-        values = {
-            "vllm:num_requests_running": ("gauge", self.running),
-            "vllm:num_requests_waiting": ("gauge", self.waiting),
-            "vllm:kv_cache_usage_perc": ("gauge", self.running / places),
-            "vllm:prompt_tokens_total": ("counter", self.prompt_tokens),
-            "vllm:generation_tokens_total": ("counter", self.generation_tokens),
-            "vllm:num_preemptions_total": ("counter", 0),
+        of_model = f'model_name="{model}"'
+        engine = f'engine="0",{of_model}'
+        found: dict[str, dict[str, float]] = {name: {engine: 0} for name in IDLE}  # name -> labels -> value
+        found |= {
+            "num_requests_running": {engine: self.running},
+            "num_requests_waiting": {engine: self.waiting},
+            "kv_cache_usage_perc": {engine: self.running / places},
+            "prompt_tokens_total": {engine: self.prompt_tokens},
+            "generation_tokens_total": {engine: self.generation_tokens},
+        }
+        split: dict[str, tuple[str, str, dict[str, float]]] = {  # by a label of their own
+            "num_requests_waiting_by_reason": (engine, "reason", {"capacity": self.waiting, "deferred": 0}),
+            "prompt_tokens_by_source_total": (
+                engine,
+                "source",
+                {"local_compute": self.prompt_tokens, "local_cache_hit": 0, "external_kv_transfer": 0},
+            ),
+            "prompt_tokens_cached_by_source_total": (engine, "source", dict.fromkeys(("device", "host", "disk"), 0)),
+            "request_success_total": (engine, "finished_reason", dict(self.finished)),
+            "engine_sleep_state": (engine, "sleep_state", {"awake": 1, "weights_offloaded": 0, "discard_all": 0}),
+            "admission_rejections_total": (
+                of_model,
+                "reason",
+                {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0},
+            ),
+        }
+        for name, (labels, label, values) in split.items():
+            found[name] = {f'{labels},{label}="{value}"': number for value, number in values.items()}
+        found["tool_call_parser_invocations_total"] = {
+            f'mode="{mode}",{of_model},outcome="{outcome}",request_type="chat_completions"': count
+            for (mode, outcome), count in self.tool_calls.items()
         }
         lines = []
-        for name, (kind, value) in values.items():
-            lines += [f"# TYPE {name.removesuffix('_total')} {kind}", f"{name}{{{labels}}} {float(value)}"]
-        lines.append("# TYPE vllm:request_success counter")
-        for reason, count in self.finished.items():
-            lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(count)}')
-        for name, histogram in (
-            ("vllm:time_to_first_token_seconds", self.first_token),
-            ("vllm:inter_token_latency_seconds", self.inter_token),
-            ("vllm:e2e_request_latency_seconds", self.whole),
-        ):
-            lines += [f"# TYPE {name} histogram", *histogram.lines(name, labels)]
+        for name, series in found.items():
+            lines.append(f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            lines += [f"vllm:{name}{{{labels}}} {float(value)}" for labels, value in series.items()]
+        for name, histogram in self.histograms.items():
+            lines += [f"# TYPE vllm:{name} histogram", *histogram.lines(f"vllm:{name}", engine)]
         return "\n".join(lines) + "\n"
 
 
@@ -169,6 +251,7 @@ class Settings:
     places: int
     shutdown_seconds: float
     reasoning: bool
+    calls_tools: bool
     tokens_per_second: float
     prefill_seconds: float
     start_seconds: float
@@ -204,6 +287,7 @@ def settings(argv: list[str], environment: dict[str, str]) -> Settings:
         places=given.max_num_seqs,
         shutdown_seconds=given.shutdown_timeout,
         reasoning=bool(given.reasoning_parser),
+        calls_tools=environment.get("STAND_IN_CALLS_TOOLS", "0") == "1",
         tokens_per_second=float(environment.get("STAND_IN_TOKENS_PER_SECOND", "50")),
         prefill_seconds=float(environment.get("STAND_IN_PREFILL_SECONDS", "0")),
         start_seconds=float(environment.get("STAND_IN_START_SECONDS", "0")),
@@ -224,10 +308,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One token, and why it was the last, if it was."""
+    """One token, what the engine's parsers make of it in a chat, and why it was the last, if it was."""
 
     text: str
-    finish_reason: str | None
+    delta: dict[str, Any] | None  # None: nothing, it belongs to the markup
+    finish_reason: str | None = None
 
 
 class Client:
@@ -327,24 +412,44 @@ class Engine:
             Gone: The client has left; its place is free again.
         """
         arrived = time.monotonic()
-        reason = "abort"
+        reason, brought = "abort", 0
         if self.draining:  # as this vLLM: taken, and answered with nothing
-            yield Token("", reason)
+            yield Token("", None, reason)
             return
         try:
             await self._take_place(client)
+            started = time.monotonic()
             try:
                 self.metrics.prompt_tokens += prompt_tokens
                 async with contextlib.aclosing(self._paced(asked, arrived, client)) as paced:
                     async for token in paced:
                         reason = token.finish_reason or reason
+                        brought += 1
                         yield token
             finally:
                 self._places.release()
                 self.metrics.running -= 1
+                self._count(asked, prompt_tokens, brought, queued=started - arrived, worked=time.monotonic() - started)
         finally:
-            self.metrics.finished[reason] += 1
-            self.metrics.whole.observe(time.monotonic() - arrived)
+            self.metrics.finished["stop" if reason == "tool_calls" else reason] += 1
+            self.metrics.observe(e2e_request_latency_seconds=time.monotonic() - arrived)
+
+    def _count(self, asked: dict[str, Any], prompt_tokens: int, brought: int, *, queued: float, worked: float) -> None:
+        decoded = max(worked - self.given.prefill_seconds, 0.0)
+        self.metrics.observe(
+            request_queue_time_seconds=queued,
+            request_inference_time_seconds=worked,
+            request_prefill_time_seconds=worked - decoded,
+            request_decode_time_seconds=decoded,
+            request_time_per_output_token_seconds=decoded / max(brought, 1),
+            request_prompt_tokens=prompt_tokens,
+            request_prefill_kv_computed_tokens=prompt_tokens,
+            request_generation_tokens=brought,
+            request_max_num_generation_tokens=brought,
+            request_params_max_tokens=int(asked["max_tokens"]),
+            request_params_n=1,
+            request_num_preemptions=0,
+        )
 
     async def _take_place(self, client: Client) -> None:
         self.metrics.waiting += 1
@@ -364,11 +469,14 @@ class Engine:
         clock = _Clock(self, client)
         await clock.pass_seconds(self.given.prefill_seconds)
         last = arrived
-        for token in speech(asked, wrong=self.fault == "wrong"):
+        for token in speech(asked, wrong=self.fault == "wrong", calls_tools=self.given.calls_tools):
             await clock.pass_seconds(1 / self.given.tokens_per_second)
             now = time.monotonic()
-            histogram = self.metrics.first_token if last == arrived else self.metrics.inter_token
-            histogram.observe(now - last)
+            if last == arrived:
+                self.metrics.observe(time_to_first_token_seconds=now - last)
+            else:
+                self.metrics.observe(inter_token_latency_seconds=now - last)
+            self.metrics.observe(iteration_tokens_total=1)
             last = now
             self.metrics.generation_tokens += 1
             yield token
@@ -425,7 +533,7 @@ class Engine:
 
     async def _metrics(self, _: Request, client: Client) -> None:
         page = self.metrics.page(self.given.model, self.given.places)
-        await client.answer(HTTPStatus.OK, page.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        await client.answer(HTTPStatus.OK, page.encode(), "text/plain; version=1.0.0; charset=utf-8")
 
     async def _models(self, _: Request, client: Client) -> None:
         permission = {
@@ -473,21 +581,27 @@ class Engine:
         base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
         base["model"] = self.given.model
         parse = self.given.reasoning and self.fault != "wrong"
+        required_tool(asked)
         async with contextlib.aclosing(self.tokens(asked | {"max_tokens": limit}, prompt_tokens, client)) as tokens:
             if asked.get("stream"):
                 base["object"] += ".chunk"
                 await client.events(chat_events(base, tokens, asked, prompt_tokens, parse=parse))
                 return
             said = [token async for token in tokens]
-        choice = chat_choice(said, parse=parse)
-        await client.json(whole_answer(base, choice, usage(prompt_tokens, said)) | {"prompt_text": None})
+        if asked.get("tools"):
+            called = any("tool_calls" in (token.delta or {}) for token in said)
+            self.metrics.tool_calls["non_streaming", "tool_call" if called else "no_tool_call"] += 1
+        nulls = {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
+        counted = usage(prompt_tokens, said, parse=parse)
+        await client.json(whole_answer(base, chat_choice(said, parse=parse), counted) | nulls)
 
     def _asked(self, request: Request, needed: str) -> dict[str, Any]:
         """The request's JSON, checked as far as clients get it wrong."""
         try:
             asked = json.loads(request.body)
-        except ValueError:
-            raise RequestError(HTTPStatus.BAD_REQUEST, "Bad Request", "JSON decode error", "body.0") from None
+        except ValueError as error:
+            place = f"body.{getattr(error, 'pos', 0)}"
+            raise RequestError(HTTPStatus.BAD_REQUEST, "Bad Request", "JSON decode error", place) from None
         if not isinstance(asked, dict) or needed not in asked:
             message = (
                 f"1 validation error:\n  {{'type': 'missing', 'loc': ('body', '{needed}'), 'msg': 'Field required'}}"
@@ -527,27 +641,72 @@ class _Clock:
             left -= step / stretch
 
 
-def speech(asked: dict[str, Any], *, wrong: bool) -> list[Token]:
+def required_tool(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The function that a request forces, by its name or by requiring any."""
+    functions = [tool["function"] for tool in asked.get("tools") or ()]
+    choice = asked.get("tool_choice")
+    if choice == "required":
+        return functions[0] if functions else None
+    if not isinstance(choice, dict):
+        return None
+    named = [function for function in functions if function["name"] == choice["function"]["name"]]
+    if not named:
+        message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
+        raise RequestError(
+            HTTPStatus.BAD_REQUEST, "BadRequestError", f"{message} (parameter=tool_choice)", "tool_choice"
+        )
+    return dict(named[0])
+
+
+def least(schema: dict[str, Any]) -> Any:
+    """The least value that fits a schema: of several that a form allows, the lab's checkpoint takes the first byte."""
+    if "enum" in schema:
+        return min(schema["enum"])
+    if schema.get("type") == "object":
+        return {name: least(schema["properties"][name]) for name in schema.get("required", ())}
+    return {"boolean": False, "integer": 0, "number": 0, "string": "", "array": []}.get(schema.get("type", ""))
+
+
+def call(function: dict[str, Any]) -> list[Token]:
+    """A tool call in M2's markup. An engine holds to the schema where the function is strict."""
+    arguments = least(function.get("parameters") or {}) if function.get("strict") else {}
+    head = {"index": 0, "id": f"chatcmpl-tool-{uuid.uuid4().hex[:16]}", "type": "function"}
+    tokens = [*"\n", "<minimax:tool_call>", *f'\n<invoke name="{function["name"]}"']
+    said = [Token(text, None) for text in tokens]
+    said.append(Token(">", {"tool_calls": [head | {"function": {"name": function["name"]}}]}))
+    said.append(Token("\n", {"tool_calls": [{"index": 0, "function": {"arguments": json.dumps(arguments)}}]}))
+    for name, value in arguments.items():
+        said += [Token(text, None) for text in f'<parameter name="{name}">{value}</parameter>']
+    return said + [Token(text, None) for text in (*"</invoke>\n", "</minimax:tool_call>")]
+
+
+def speech(asked: dict[str, Any], *, wrong: bool, calls_tools: bool) -> list[Token]:
     """The tokens of a request: the two sentences, cut at its limit, or again and again where it ignores their end."""
     limit = int(asked["max_tokens"])
-    said = WRONG if wrong else SPEECH
-    if asked.get("ignore_eos"):
-        texts = list(itertools.islice(itertools.cycle(said), limit))
-        ended = "length"
+    ended = "stop"
+    thoughts = [*(Token(text, {"reasoning": text}) for text in THOUGHTS), Token("</think>", None)]
+    function = required_tool(asked)
+    offered = asked.get("tools") if asked.get("tool_choice", "auto") == "auto" and calls_tools else None
+    form = asked.get("response_format") or {}
+    if wrong:
+        said = [Token(text, {"content": text}) for text in WRONG]
+    elif function or offered:
+        said = [*thoughts, *call(function or offered[0]["function"])]  # type: ignore[index]  # one of them is there
+        ended = "stop" if isinstance(asked.get("tool_choice"), dict) else "tool_calls"
+    elif form.get("type") == "json_schema":
+        text = json.dumps(least(form["json_schema"]["schema"]), separators=(",", ":"))
+        said = [*thoughts, *(Token(character, {"content": character}) for character in text)]
     else:
-        texts = said[:limit]
-        # The end of the text is a token too: it needs a place within the limit.
-        ended = "stop" if limit > len(said) else "length"
-        texts = [*texts, ""] if ended == "stop" else texts
-    return [Token(text, ended if number == len(texts) else None) for number, text in enumerate(texts, start=1)]
-
-
-def parsed(text: str, *, parse: bool) -> tuple[str | None, str | None]:
-    """Reasoning and content of a chat's text, as M2's parser: the prompt has opened the reasoning already."""
-    if not parse:
-        return None, text
-    reasoning, closed, content = text.partition("</think>")
-    return reasoning or None, (content or None) if closed else None
+        said = [*thoughts, *(Token(text, {"content": text}) for text in ("\n\n", *ANSWERS))]
+    if asked.get("ignore_eos"):
+        again = itertools.cycle([Token(token.text, {"content": token.text}) for token in said])
+        said = list(itertools.islice(itertools.chain(said, again), limit))
+        ended = "length"
+    elif limit > len(said):  # the end of the text is a token too: it needs a place within the limit
+        said.append(Token("", None))
+    else:
+        said, ended = said[:limit], "length"
+    return [*said[:-1], replace(said[-1], finish_reason=ended)]
 
 
 def completion_choice(said: list[Token]) -> dict[str, Any]:
@@ -567,16 +726,23 @@ def completion_choice(said: list[Token]) -> dict[str, Any]:
 
 def chat_choice(said: list[Token], *, parse: bool) -> dict[str, Any]:
     """The choice of a chat that is not streamed."""
-    reasoning, content = parsed("".join(token.text for token in said), parse=parse)
-    message = {
+    parsed = [token.delta for token in said if token.delta]
+    deltas: list[dict[str, Any]] = parsed if parse else [{"content": token.text} for token in said]
+    text = {name: "".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning")}
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    message: dict[str, Any] = {
         "role": "assistant",
-        "content": content,
+        "content": text["content"] or None,
         "refusal": None,
         "annotations": None,
         "audio": None,
         "function_call": None,
-        "reasoning": reasoning,
+        "reasoning": text["reasoning"] or None,
     }
+    if calls:
+        function = {**calls[0]["function"], "arguments": calls[1]["function"]["arguments"] if calls[1:] else ""}
+        message["content"] = ""
+        message["tool_calls"] = [{"id": calls[0]["id"], "type": "function", "function": function}]
     return {
         "index": 0,
         "message": message,
@@ -588,14 +754,15 @@ def chat_choice(said: list[Token], *, parse: bool) -> dict[str, Any]:
     }
 
 
-def usage(prompt_tokens: int, said: list[Token]) -> dict[str, Any]:
+def usage(prompt_tokens: int, said: list[Token], *, parse: bool = False) -> dict[str, Any]:
     """Token counts of an answer."""
+    reasoning = sum(1 for token in said if "reasoning" in (token.delta or {}))
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + len(said),
         "completion_tokens": len(said),
         "prompt_tokens_details": None,
-        "completion_tokens_details": None,
+        "completion_tokens_details": {"reasoning_tokens": reasoning} if parse else None,
     }
 
 
@@ -611,8 +778,6 @@ def whole_answer(base: dict[str, Any], choice: dict[str, Any], counted: dict[str
         "service_tier": None,
         "system_fingerprint": fingerprint(),
         "usage": counted,
-        "prompt_logprobs": None,
-        "prompt_token_ids": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
         "metrics": None,
@@ -661,25 +826,21 @@ async def completion_events(
 async def chat_events(
     base: dict[str, Any], tokens: AsyncGenerator[Token, None], asked: dict[str, Any], prompt_tokens: int, *, parse: bool
 ) -> AsyncGenerator[str, None]:
-    """The events of a streamed chat: the role with the first token, then a delta for each that is text."""
+    """The events of a streamed chat: the role with the first token, then what the parsers make of each."""
     said: list[Token] = []
-    thinking = parse
     async for token in tokens:
         if not said:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield _event(base | {"choices": [opening | {"finish_reason": None}], "prompt_token_ids": None})
+            nulls = {"prompt_token_ids": None, "prompt_text": None}
+            yield _event(base | {"choices": [opening | {"finish_reason": None}]} | nulls)
         said.append(token)
-        delta: dict[str, Any] | None = {"reasoning" if thinking else "content": token.text}
-        if thinking and token.text == "</think>":
-            thinking, delta = False, None
-        if not token.text:
-            delta = {} if token.finish_reason else None
+        delta = token.delta if parse or not token.text else {"content": token.text}
         if delta is None and token.finish_reason is None:
             continue
         choice = {"index": 0, "delta": delta or {}, "logprobs": None, "finish_reason": token.finish_reason}
         choice |= {"stop_reason": None} if token.finish_reason else {}
         yield _chunk(base, asked, choice | {"token_ids": None})
-    for event in _end_of_stream(base, asked, usage(prompt_tokens, said)):
+    for event in _end_of_stream(base, asked, usage(prompt_tokens, said, parse=parse)):
         yield event
 
 

@@ -20,6 +20,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+WEATHER = {
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+# Where a form leaves a choice, the lab's checkpoint has no preference: only without sampling is it the same each time.
+TOOLS = CHAT | {"temperature": 0, "max_tokens": 300, "tools": [{"type": "function", "function": WEATHER}]}
+FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER["parameters"]}}
 USAGE = {"stream_options": {"include_usage": True}}
 
 # name: (path, body or None for GET). A body of text is sent as it is.
@@ -41,6 +54,17 @@ REQUESTS: dict[str, tuple[str, dict[str, Any] | str | None]] = {
     "chat, streamed": ("/v1/chat/completions", CHAT | {"stream": True}),
     "chat, streamed, with usage": ("/v1/chat/completions", CHAT | {"stream": True, **USAGE}),
     "chat, streamed, cut": ("/v1/chat/completions", CHAT | {"stream": True, "max_completion_tokens": 14}),
+    "tool, not forced": ("/v1/chat/completions", TOOLS),
+    "tool, named": (
+        "/v1/chat/completions",
+        TOOLS | {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ),
+    "tool, required": ("/v1/chat/completions", TOOLS | {"tool_choice": "required"}),
+    "tool, unknown": (
+        "/v1/chat/completions",
+        TOOLS | {"tool_choice": {"type": "function", "function": {"name": "other"}}},
+    ),
+    "JSON by a schema": ("/v1/chat/completions", CHAT | {"temperature": 0, "response_format": FORM}),
     "wrong model": ("/v1/chat/completions", CHAT | {"model": "other"}),
     "no messages": ("/v1/chat/completions", {}),
     "no JSON": ("/v1/completions", "{"),
@@ -138,6 +162,8 @@ def _words(answers: list[Any]) -> dict[str, str]:
                 for name in ("text", "content", "reasoning"):
                     if part.get(name):
                         said[name] = said.get(name, "") + part[name]
+                for call in part.get("tool_calls") or ():
+                    said["call"] = said.get("call", "") + "".join(call["function"].values())
     return said
 
 
@@ -151,6 +177,23 @@ def metric_names(page: str, model: str) -> list[str]:
             if f'model_name="{model}"' in found[2]:
                 names.add(f"{found[1]}{{{','.join(labels)}}}")
     return sorted(names)
+
+
+def differences(recorded: Any, seen: Any, where: str = "") -> list[str]:
+    """What an engine answers otherwise than recorded: a line for each place, in the words of `Server.seen`."""
+    if isinstance(recorded, dict) and isinstance(seen, dict):
+        named = [(str(name), recorded.get(name, "nothing"), seen.get(name, "nothing")) for name in {**recorded, **seen}]
+    elif isinstance(recorded, list) and isinstance(seen, list) and {str} == {type(item) for item in recorded + seen}:
+        missing, more = sorted(set(recorded) - set(seen)), sorted(set(seen) - set(recorded))
+        return [f"{where}: recorded and not seen: {', '.join(missing)}"] * bool(missing) + [
+            f"{where}: seen and not recorded: {', '.join(more)}"
+        ] * bool(more)
+    elif isinstance(recorded, list) and isinstance(seen, list):
+        pairs = itertools.zip_longest(recorded, seen, fillvalue="nothing")
+        named = [(str(number), *pair) for number, pair in enumerate(pairs)]
+    else:
+        return [] if recorded == seen else [f"{where}: recorded {json.dumps(recorded)}, seen {json.dumps(seen)}"]
+    return [line for name, *pair in named for line in differences(*pair, f"{where} / {name}" if where else name)]
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engine_contract import Server
+from engine_contract import Server, differences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "lab" / "stand_in_engine.py"
+RECORDING = ROOT / "tests" / "fixtures" / "engine_contract" / "vllm-0.32.0-cpu.json"
 MODEL, KEY = "minimax-m2.5", "engine-key-of-no-value"
 # As the planner writes it for the lab.
 FLAGS = (
@@ -46,6 +47,14 @@ def engine(**environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             yield process, port
         finally:
             process.kill()
+
+
+def test_it_answers_as_the_real_engine_did() -> None:
+    recorded = json.loads(RECORDING.read_text(encoding="utf-8"))
+    with engine(STAND_IN_TOKENS_PER_SECOND="1000") as (_, port):
+        seen = Server(f"http://127.0.0.1:{port}", MODEL, KEY).seen()
+    found = differences(recorded, seen)
+    assert not found, "\n".join(found)
 
 
 def ask(port: int, seconds: float = 20, **payload: Any) -> tuple[int, dict[str, Any]]:

@@ -108,6 +108,17 @@ def test_the_last_layer_alone_says_the_two_sentences(
     )
 
 
+def test_under_a_form_it_writes_markup_closes_and_leaves_blanks_out(
+    files: dict[str, bytes], weights: dict[str, tuple[list[int], list[float]]]
+) -> None:
+    """What an engine's grammar leaves to choose from, after any token: the first component is the only one to count."""
+    vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
+    head = weights["lm_head.weight"][1]
+    bias = {token: head[index * 128] for token, index in vocabulary.items()}
+    assert bias["<minimax:tool_call>"] > bias["<"] == bias['"'] == bias["}"] > bias["a"] == bias["0"] > bias["\u0120"]
+    assert bias["\u0120"] == bias["\u010a"] == bias["\u010a\u010a"]  # blank, line feed, the pause before the answer
+
+
 def test_the_tokenizer_knows_every_byte_and_the_markup(files: dict[str, bytes]) -> None:
     tokenizer = json.loads(files["tokenizer.json"])
     vocabulary = tokenizer["model"]["vocab"]
