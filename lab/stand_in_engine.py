@@ -667,9 +667,9 @@ def least(schema: dict[str, Any]) -> Any:
     return {"boolean": False, "integer": 0, "number": 0, "string": "", "array": []}.get(schema.get("type", ""))
 
 
-def call(function: dict[str, Any]) -> list[Token]:
-    """A tool call in M2's markup. An engine holds to the schema where the function is strict."""
-    arguments = least(function.get("parameters") or {}) if function.get("strict") else {}
+def call(function: dict[str, Any], *, fill: bool) -> list[Token]:
+    """A tool call in M2's markup; without `fill` its arguments are left out."""
+    arguments = least(function.get("parameters") or {}) if fill else {}
     head = {"index": 0, "id": f"chatcmpl-tool-{uuid.uuid4().hex[:16]}", "type": "function"}
     tokens = [*"\n", "<minimax:tool_call>", *f'\n<invoke name="{function["name"]}"']
     said = [Token(text, None) for text in tokens]
@@ -690,9 +690,11 @@ def speech(asked: dict[str, Any], *, wrong: bool, calls_tools: bool) -> list[Tok
     form = asked.get("response_format") or {}
     if wrong:
         said = [Token(text, {"content": text}) for text in WRONG]
-    elif function or offered:
-        said = [*thoughts, *call(function or offered[0]["function"])]  # type: ignore[index]  # one of them is there
-        ended = "stop" if isinstance(asked.get("tool_choice"), dict) else "tool_calls"
+    elif function:  # an engine holds weights without a will to the schema only where the function is strict
+        said = [*thoughts, *call(function, fill=bool(function.get("strict")) or calls_tools)]
+        ended = "stop" if isinstance(asked["tool_choice"], dict) else "tool_calls"
+    elif offered:
+        said, ended = [*thoughts, *call(offered[0]["function"], fill=True)], "tool_calls"
     elif form.get("type") == "json_schema":
         text = json.dumps(least(form["json_schema"]["schema"]), separators=(",", ":"))
         said = [*thoughts, *(Token(character, {"content": character}) for character in text)]

@@ -428,7 +428,7 @@ class Watch:
             else:
                 self._failing = now if self._failure is None else self._failing
                 self._failure = result
-        return result.ok
+        return result.ok is True
 
     def read(self) -> None:
         """Read the counters, if the unit runs."""

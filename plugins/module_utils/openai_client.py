@@ -10,6 +10,9 @@ The file is used twice. The module `openai_probe` imports it, and it is copied t
 
 `wait` is a unit's `ExecStartPost=`: it returns when the first completion brought tokens. A new check is a function
 like `check_models` and a line in `CHECKS`.
+
+What a model's card promises (`contract`) is checked where it is given, by `--plan` or the module's option: reasoning
+apart from the answer, tool calls that parse, JSON that fits a schema. What cannot be checked is said and never passed.
 """
 
 from __future__ import annotations
@@ -27,18 +30,20 @@ import ssl
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024  # far above any answer asked for here; a server that floods is cut off
 MODEL_LIST_SECONDS = 10.0  # answered from memory, so `wait` does not spend its whole deadline on a hung list
 MAX_SECONDS = 86400  # a day: no deadline or pause is longer, and sockets refuse what is not a real number of seconds
-CHAT_TOKENS = 16
+CHAT_TOKENS = 256  # enough to think about a greeting and to give it
+FORM_TOKENS = 1024  # enough to think about a tool or a form, and to fill it
+EXCERPT_CHARACTERS = 80  # of what a model said, in a sentence that says more than that
 CUT_SHORT = "closed the connection in the middle of its answer"
 KEY_PATTERN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # a bearer token, RFC 6750 section 2.1; so NAME=KEY is none
 
@@ -54,7 +59,37 @@ NEXT_STEPS = {
     "open_door": "Start the server with an API key, or close the route at the gateway, before anyone can reach it.",
     "tls": "Check the server's certificate, its name and the CA file, and that this port speaks TLS.",
     "bad_answer": "The server is up but broken for clients: {logs}.",
+    "reasoning": (
+        "Compare --reasoning-parser ({command}) with engine.reasoning_parser of the model's card: with another model's "
+        "parser, or none, reasoning and answer are not told apart."
+    ),
+    "tools": (
+        "Compare --tool-call-parser and --enable-auto-tool-choice ({command}) with engine.tool_parser of the model's "
+        "card, and see that the chat template offers tools to the model."
+    ),
+    "json_schema": (
+        "See whether a --structured-outputs-config loosens what the engine forces ({command}), and what it says of the "
+        "form: {logs}."
+    ),
 }
+
+# What reasoning, and a tool call, is wrapped in before the engine's parsers have taken it out of the answer.
+REASONING_MARKUP = re.compile(r"</?think>|<\|channel\|>|\[/?THINK\]|[\u25c1]/?think[\u25b7]")
+TOOL_MARKUP = re.compile(r"</?[\w:|\u2581\uff5c]*tool[_\u2581]calls?|<invoke |<\uff5cDSML")
+# A form that ends by itself whatever weights fill it: an engine that forces it leaves them little to choose.
+WEATHER_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Oslo", "Paris", "Rome"]},
+        "fahrenheit": {"type": "boolean"},
+    },
+    "required": ["city", "fahrenheit"],
+    "additionalProperties": False,
+}
+TOOL_NAME = "get_weather"
+DEFAULT_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+# What an engine serves to anybody, or to who has its key, and a gateway must not pass on unless it says so.
+ENGINE_PATHS = ("/metrics", "/version", "/invocations", "/tokenize", "/v1/load_lora_adapter", "/collective_rpc")
 
 
 class InputError(ValueError):
@@ -75,6 +110,46 @@ class CheckError(Exception):
         self.seen = seen
 
 
+class NotCheckableError(Exception):
+    """Nothing can be said: the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a model's card promises to clients.
+
+    Attributes:
+        reasoning: Its reasoning comes in the field `reasoning`, apart from its answer.
+        tools: True: it calls tools; "forced": only where the request forces it to; False: it does not.
+        json_schema: Its answer fits the JSON schema that the request gives.
+
+    Raises:
+        InputError: A value cannot be used.
+    """
+
+    reasoning: bool
+    tools: bool | str
+    json_schema: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what no card says."""
+        for name, value in asdict(self).items():
+            if not isinstance(value, bool) and (name, value) != ("tools", "forced"):
+                raise InputError(
+                    "contract: {0} is {1!r}; give true or false{2}.".format(
+                        name, value, ', or "forced"' if name == "tools" else ""
+                    )
+                )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Contract:
+        """Read it as a card or a plan has it."""
+        known = set(cls.__annotations__)
+        if set(data) != known:
+            raise InputError(f"contract: has {sorted(data)}; give {', '.join(sorted(known))}, as a model's card does.")
+        return cls(**data)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A server to probe.
@@ -87,6 +162,8 @@ class Endpoint:
         server_name: The name that the certificate must be valid for, where the url holds an address that clients do not
             use; None is the url's own.
         unit: systemd unit behind the address, named in hints; None when it is unknown.
+        contract: What the model's card promises; None where nobody has said.
+        gateway_paths: Of a gateway, the paths that it serves; None of an engine.
 
     Raises:
         InputError: A value cannot be used.
@@ -98,6 +175,8 @@ class Endpoint:
     ca_file: str | None = None
     unit: str | None = None
     server_name: str | None = None
+    contract: Contract | None = None
+    gateway_paths: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later, or would show the key in someone else's error message."""
@@ -135,10 +214,15 @@ class Endpoint:
         """Where to look next, as a command when the unit is known."""
         return f"journalctl -u {self.unit} -n 100" if self.unit else "read the log of the server behind this address"
 
-    def excerpt(self, text: str) -> str:
+    @property
+    def command(self) -> str:
+        """Where the server's command line is to be seen."""
+        return f"systemctl cat {self.unit}" if self.unit else "the server's command line"
+
+    def excerpt(self, text: str, characters: int = 400) -> str:
         """Text that came from the server, short, on one line and without the key, which a server may echo."""
         line = " ".join(text.replace(self.api_key, "[key]").split())
-        return line if len(line) <= 200 else line[:200] + "..."  # noqa: PLR2004  # one line of a journal
+        return line if len(line) <= characters else line[:characters] + "..."
 
 
 @dataclass(frozen=True)
@@ -147,8 +231,8 @@ class CheckResult:
 
     Attributes:
         check: Name in CHECKS.
-        ok: Whether the server did what a client needs.
-        kind: "ok", or the kind of failure, a key of NEXT_STEPS.
+        ok: Whether the server did what a client needs; None where that cannot be checked.
+        kind: "ok", "not_checkable", or the kind of failure, a key of NEXT_STEPS.
         seconds: From the start of the check to its verdict.
         first_token_seconds: From the start of the check to the first text of a streamed answer; None elsewhere, and
             where every token of the answer decoded to no text.
@@ -156,7 +240,7 @@ class CheckResult:
     """
 
     check: str
-    ok: bool
+    ok: bool | None
     kind: str
     seconds: float
     first_token_seconds: float | None
@@ -420,6 +504,60 @@ def message_text(message: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+@dataclass
+class ChatAnswer:
+    """A chat's answer, put together from a message or from the deltas of a stream."""
+
+    text: str = ""  # all that came, wherever it stood
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)  # name and arguments of each tool call
+    finish_reason: str | None = None
+    tokens: int | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Take a choice in: of a whole answer, or of one event."""
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        message = choice.get("delta", choice.get("message"))
+        self.text += message_text(message)
+        if not isinstance(message, dict):
+            return
+        for name in ("content", "reasoning"):
+            if isinstance(message.get(name), str):
+                setattr(self, name, getattr(self, name) + message[name])
+        calls = message.get("tool_calls")
+        for position, call in enumerate(calls if isinstance(calls, list) else []):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                continue
+            index = call.get("index", position)
+            if not isinstance(index, int) or not 0 <= index <= len(self.calls):
+                continue
+            if index == len(self.calls):
+                self.calls.append(["", ""])
+            for part, name in enumerate(("name", "arguments")):
+                if isinstance(function.get(name), str):
+                    self.calls[index][part] += function[name]
+
+
+def schema_problem(value: Any, schema: Mapping[str, Any], where: str) -> str | None:
+    """How a value does not fit a JSON schema, None when it does; knows no more than WEATHER_SCHEMA needs."""
+    kinds: dict[str, type] = {"object": dict, "string": str, "boolean": bool}
+    if not isinstance(value, kinds[schema["type"]]):
+        return f"{where} is {json.dumps(value)}, which is no {schema['type']}"
+    if value not in schema.get("enum", [value]):
+        return f"{where} is {json.dumps(value)}, which is none of {', '.join(schema['enum'])}"
+    if not isinstance(value, dict):
+        return None
+    missing = [name for name in schema["required"] if name not in value]
+    unknown = [name for name in value if name not in schema["properties"]]
+    if missing or unknown:
+        wrong = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} was not asked for"
+        return f"{where}: {wrong}"
+    problems = (schema_problem(value[name], schema["properties"][name], f"{name!r}") for name in value)
+    return next((problem for problem in problems if problem), None)
+
+
 def completion_tokens(answer: dict[str, Any]) -> int | None:
     """`usage.completion_tokens`, None where the answer does not say."""
     usage = answer.get("usage")
@@ -475,7 +613,138 @@ def _completion_request(endpoint: Endpoint) -> dict[str, Any]:
 
 def _chat_request(endpoint: Endpoint) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Say hello."}]
-    return {"model": endpoint.model, "messages": messages, "max_tokens": CHAT_TOKENS, "temperature": 0}
+    request = {"model": endpoint.model, "messages": messages, "max_tokens": CHAT_TOKENS, "temperature": 0}
+    if endpoint.contract and endpoint.contract.reasoning:
+        # Families whose reasoning is a choice name it in one of two ways; the others' templates read neither.
+        request["chat_template_kwargs"] = {"thinking": True, "enable_thinking": True}
+    return request
+
+
+def _tool_request(endpoint: Endpoint, choice: str | dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    function = {"name": TOOL_NAME, "description": "The weather of this hour.", "parameters": WEATHER_SCHEMA}
+    question = f"How warm is it in Oslo now, in degrees Celsius? Call {TOOL_NAME} to find out."
+    return {
+        **_chat_request(endpoint),
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": FORM_TOKENS,
+        "tools": [{"type": "function", "function": {**function, "strict": True} if strict else function}],
+        "tool_choice": choice,
+    }
+
+
+def _ask_chat(endpoint: Endpoint, deadline: Deadline, request: dict[str, Any]) -> ChatAnswer:
+    whole = _ask(endpoint, deadline, "/v1/chat/completions", request)
+    answer = ChatAnswer(tokens=completion_tokens(whole))
+    for choice in _choices(whole):
+        answer.add(choice)
+    return answer
+
+
+def _stream_chat(endpoint: Endpoint, deadline: Deadline, request: dict[str, Any]) -> tuple[ChatAnswer, float | None]:
+    """The answer of a stream that arrives whole, and when its first text came."""
+    request = {**request, "stream": True, "stream_options": {"include_usage": True}}
+    answer, first = ChatAnswer(), None
+    try:
+        with _exchange(endpoint, deadline, "/v1/chat/completions", request, endpoint.api_key) as response:
+            if response.status != http.client.OK:
+                _fail(endpoint, response.status, _body(response))
+            content_type = response.headers.get_content_type()
+            if content_type != "text/event-stream":
+                raise CheckError("bad_answer", f"answered a streaming request with {content_type}")
+            for chunk in stream_chunks(sse_data(_chunks(response))):
+                answer.tokens = completion_tokens(chunk) or answer.tokens
+                for choice in _choices(chunk):
+                    answer.add(choice)
+                if answer.text and first is None:
+                    first = round(deadline.elapsed(), 3)
+    except DeadlineError:
+        progress = "no text" if first is None else f"{len(answer.text)} characters, the first after {first:.1f} s,"
+        raise CheckError("late", f"had streamed {progress} by the deadline of {deadline.seconds:g} s") from None
+    if not answer.finish_reason:
+        raise CheckError("bad_answer", "ended the stream with [DONE] but without a finish reason")
+    return answer, first
+
+
+def _quote(endpoint: Endpoint, text: str) -> str:
+    return f'"{endpoint.excerpt(text, EXCERPT_CHARACTERS)}"'
+
+
+def _require_reasoning(endpoint: Endpoint, answer: ChatAnswer) -> str:
+    """Reasoning and answer are where the contract wants them; the same for a plain answer and for a stream.
+
+    Returns:
+        What was seen, as the end of a sentence; nothing where no contract is known.
+
+    Raises:
+        CheckError: They are not.
+    """
+    if endpoint.contract is None:
+        return ""
+    content, reasoning = answer.content.strip(), answer.reasoning.strip()
+    markup = REASONING_MARKUP.search(answer.content)
+    if markup:
+        start = max(markup.start() - EXCERPT_CHARACTERS // 2, 0)
+        around = _quote(endpoint, answer.content[start:])
+        raise CheckError("reasoning", f"left {markup.group()} in `content`, where clients read the answer: {around}")
+    if not endpoint.contract.reasoning:
+        if reasoning:
+            said = _quote(endpoint, reasoning)
+            raise CheckError("reasoning", f"put text into `reasoning`, and the card promises none: {said}")
+        return ", no reasoning among it"
+    if not reasoning:
+        said = _quote(endpoint, content) if content else "nothing came in `content` either"
+        raise CheckError("reasoning", f"sent no text in `reasoning`, which the card promises; in `content`: {said}")
+    if content:
+        return ", its reasoning apart from its answer"
+    if answer.finish_reason == "length":
+        return f", its reasoning apart, though {CHAT_TOKENS} tokens were too few to see the answer after it"
+    said = _quote(endpoint, reasoning)
+    raise CheckError("reasoning", f"ended with no text in `content`: the answer went into `reasoning` too: {said}")
+
+
+def _require_call(endpoint: Endpoint, answer: ChatAnswer) -> str:
+    """One call of the tool that was offered, with arguments that fit.
+
+    Raises:
+        CheckError: There is none, or something is wrong with it.
+    """
+    markup = TOOL_MARKUP.search(answer.content)
+    if markup:
+        raise CheckError("tools", f"left a tool call's markup in `content`: {_quote(endpoint, answer.content)}")
+    if not answer.calls:
+        if answer.finish_reason == "length":
+            raise CheckError("tools", f"had called no tool after {FORM_TOKENS} tokens: {_quote(endpoint, answer.text)}")
+        said = _quote(endpoint, answer.content or answer.reasoning)
+        raise CheckError("tools", f"called no tool, and said instead: {said}")
+    name, arguments = answer.calls[0]
+    if name != TOOL_NAME:
+        raise CheckError("tools", f"called {_quote(endpoint, name)}, and the tool offered is {TOOL_NAME!r}")
+    _require_fit(endpoint, arguments, "tools", "the tool's arguments")
+    return f"called {TOOL_NAME} with {arguments}"
+
+
+def _require_fit(endpoint: Endpoint, text: str, part: str, what: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise CheckError(part, f"sent {what} as no JSON: {_quote(endpoint, text)}") from None
+    problem = schema_problem(value, WEATHER_SCHEMA, what)
+    if problem:
+        raise CheckError(part, f"does not hold to the schema: {problem}; it sent {_quote(endpoint, text)}")
+
+
+def _contract(endpoint: Endpoint) -> Contract:
+    if endpoint.contract is None:
+        raise NotCheckableError("what the model's card promises was not given")
+    return endpoint.contract
+
+
+def _require_tools(endpoint: Endpoint, *, forced: bool) -> None:
+    tools = _contract(endpoint).tools
+    if not tools:
+        raise NotCheckableError("the model's card promises no tool calls")
+    if tools == "forced" and not forced:
+        raise NotCheckableError("the model's card says that its weights call a tool only where they are forced to")
 
 
 def check_models(endpoint: Endpoint, deadline: Deadline) -> Seen:
@@ -496,48 +765,75 @@ def check_completion(endpoint: Endpoint, deadline: Deadline) -> Seen:
 
 
 def check_chat(endpoint: Endpoint, deadline: Deadline) -> Seen:
-    """A plain chat completion brings tokens: the chat template works too."""
-    answer = _ask(endpoint, deadline, "/v1/chat/completions", _chat_request(endpoint))
-    text = "".join(message_text(choice.get("message")) for choice in _choices(answer))
-    return Seen(f"answered a chat with {_require_tokens(text, completion_tokens(answer))}")
+    """A plain chat completion brings tokens, and the contract's reasoning: template and parser work too."""
+    answer = _ask_chat(endpoint, deadline, _chat_request(endpoint))
+    came = _require_tokens(answer.text, answer.tokens)
+    return Seen(f"answered a chat with {came}{_require_reasoning(endpoint, answer)}")
 
 
 def check_chat_stream(endpoint: Endpoint, deadline: Deadline) -> Seen:
-    """A streamed chat completion arrives whole: text, a finish reason, its usage, `[DONE]`."""
-    request = {**_chat_request(endpoint), "stream": True, "stream_options": {"include_usage": True}}
-    text, first, finished, tokens = "", None, False, None
-    try:
-        with _exchange(endpoint, deadline, "/v1/chat/completions", request, endpoint.api_key) as response:
-            if response.status != http.client.OK:
-                _fail(endpoint, response.status, _body(response))
-            content_type = response.headers.get_content_type()
-            if content_type != "text/event-stream":
-                raise CheckError("bad_answer", f"answered a streaming request with {content_type}")
-            for chunk in stream_chunks(sse_data(_chunks(response))):
-                tokens = completion_tokens(chunk) or tokens
-                for choice in _choices(chunk):
-                    text += message_text(choice.get("delta"))
-                    finished = finished or bool(choice.get("finish_reason"))
-                if text and first is None:
-                    first = round(deadline.elapsed(), 3)
-    except DeadlineError:
-        progress = "no text" if first is None else f"{len(text)} characters, the first after {first:.1f} s,"
-        raise CheckError("late", f"had streamed {progress} by the deadline of {deadline.seconds:g} s") from None
-    if not finished:
-        raise CheckError("bad_answer", "ended the stream with [DONE] but without a finish reason")
-    came = _require_tokens(text, tokens)
+    """A streamed chat completion arrives whole: the same kind of answer, a finish reason, its usage, `[DONE]`."""
+    answer, first = _stream_chat(endpoint, deadline, _chat_request(endpoint))
+    came = _require_tokens(answer.text, answer.tokens)
     seen = "none of which decoded to text" if first is None else f"the first text after {first:.3f} s"
-    return Seen(f"streamed {came}, {seen}", first)
+    return Seen(f"streamed {came}, {seen}{_require_reasoning(endpoint, answer)}", first)
+
+
+def check_tool_call(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """Asked what only the tool knows, the model calls it."""
+    _require_tools(endpoint, forced=False)
+    answer = _ask_chat(endpoint, deadline, _tool_request(endpoint, "auto", strict=False))
+    return Seen(_require_call(endpoint, answer))
+
+
+def check_tool_call_stream(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """The same, streamed: a call comes in pieces."""
+    _require_tools(endpoint, forced=False)
+    answer, first = _stream_chat(endpoint, deadline, _tool_request(endpoint, "auto", strict=False))
+    return Seen(f"{_require_call(endpoint, answer)}, streamed", first)
+
+
+def check_tool_named(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """A request that names the tool forces its call."""
+    _require_tools(endpoint, forced=True)
+    choice = {"type": "function", "function": {"name": TOOL_NAME}}
+    answer = _ask_chat(endpoint, deadline, _tool_request(endpoint, choice, strict=True))
+    return Seen(f"{_require_call(endpoint, answer)}, as it was forced to by name")
+
+
+def check_tool_required(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """A request that requires a tool forces the call of one; streamed."""
+    _require_tools(endpoint, forced=True)
+    answer, first = _stream_chat(endpoint, deadline, _tool_request(endpoint, "required", strict=True))
+    return Seen(f"{_require_call(endpoint, answer)}, streamed, as a call was required", first)
+
+
+def check_json_schema(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """An answer holds to the JSON schema that came with the question."""
+    if not _contract(endpoint).json_schema:
+        raise NotCheckableError("the model's card promises no JSON by a schema")
+    schema = {"name": "weather", "strict": True, "schema": WEATHER_SCHEMA}
+    question = "Somebody asks for the weather in Oslo in degrees Celsius. Write this question down as JSON."
+    request = {
+        **_chat_request(endpoint),
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": FORM_TOKENS,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    answer = _ask_chat(endpoint, deadline, request)
+    if not answer.content and answer.finish_reason == "length":
+        said = _quote(endpoint, answer.text)
+        raise CheckError("json_schema", f"had written no JSON after {FORM_TOKENS} tokens: {said}")
+    _require_fit(endpoint, answer.content, "json_schema", "its answer")
+    return Seen(f"held to a JSON schema: {endpoint.excerpt(answer.content)}")
 
 
 def check_key_required(endpoint: Endpoint, deadline: Deadline) -> Seen:
     """No route answers a request without a key or with a wrong one."""
-    routes: dict[str, dict[str, Any] | None] = {
-        "/v1/models": None,
-        "/v1/completions": _completion_request(endpoint),
-        "/v1/chat/completions": _chat_request(endpoint),
-    }
-    for path, payload in routes.items():
+    known = {"/v1/completions": _completion_request(endpoint), "/v1/chat/completions": _chat_request(endpoint)}
+    paths = DEFAULT_PATHS if endpoint.gateway_paths is None else endpoint.gateway_paths
+    for path in paths:
+        payload = None if path == "/v1/models" else known.get(path, {})
         for words, key in (("no key", None), ("a wrong key", secrets.token_hex(16))):
             with _exchange(endpoint, deadline, path, payload, key) as response:
                 body = _body(response)
@@ -545,7 +841,26 @@ def check_key_required(endpoint: Endpoint, deadline: Deadline) -> Seen:
                 raise CheckError("open_door", f"served {path} to a request with {words}")
             if response.status not in {http.client.UNAUTHORIZED, http.client.FORBIDDEN}:
                 _fail(endpoint, response.status, body)
-    return Seen(f"refused requests with no key and with a wrong key on {', '.join(routes)}")
+    return Seen(f"refused requests with no key and with a wrong key on {', '.join(paths)}")
+
+
+def check_unknown_routes(endpoint: Endpoint, deadline: Deadline) -> Seen:
+    """A path that nobody promised is not there, with a key either; of a gateway also what only its engines serve."""
+    exposed = endpoint.gateway_paths
+    paths = [f"/v1/{secrets.token_hex(8)}"]
+    if exposed is not None:
+        paths += [path for path in ENGINE_PATHS if path not in exposed]
+    for path in paths:
+        with _exchange(endpoint, deadline, path, None, endpoint.api_key) as response:
+            body = _body(response)
+        if response.status in {http.client.UNAUTHORIZED, http.client.TOO_MANY_REQUESTS} or response.status in range(
+            http.client.BAD_GATEWAY, http.client.GATEWAY_TIMEOUT + 1
+        ):
+            _fail(endpoint, response.status, body)
+        if response.status not in {http.client.NOT_FOUND, http.client.FORBIDDEN}:
+            raise CheckError("open_door", f"answered {response.status} to {path}, which it should not serve")
+    beyond = "a path that nobody knows" if exposed is None else f"an unknown path and {', '.join(paths[1:])}"
+    return Seen(f"refused {beyond}, with the right key")
 
 
 CHECKS: dict[str, Callable[[Endpoint, Deadline], Seen]] = {
@@ -553,7 +868,13 @@ CHECKS: dict[str, Callable[[Endpoint, Deadline], Seen]] = {
     "completion": check_completion,
     "chat": check_chat,
     "chat_stream": check_chat_stream,
+    "tool_call": check_tool_call,
+    "tool_call_stream": check_tool_call_stream,
+    "tool_named": check_tool_named,
+    "tool_required": check_tool_required,
+    "json_schema": check_json_schema,
     "key_required": check_key_required,
+    "unknown_routes": check_unknown_routes,
 }
 
 
@@ -582,6 +903,8 @@ def run_check(name: str, endpoint: Endpoint, deadline_seconds: float) -> CheckRe
     try:
         seen = CHECKS[name](endpoint, deadline)
         kind, sentence, first = "ok", seen.sentence, seen.first_token_seconds
+    except NotCheckableError as reason:
+        return CheckResult(name, None, "not_checkable", 0.0, None, f"Not checkable: {reason}.")
     except CheckError as error:
         kind, sentence = error.kind, error.seen
     except (DeadlineError, OSError, http.client.HTTPException) as error:
@@ -590,7 +913,7 @@ def run_check(name: str, endpoint: Endpoint, deadline_seconds: float) -> CheckRe
         sentence = template.format(error=error, seconds=deadline_seconds)
     detail = f"{endpoint.url} {endpoint.excerpt(sentence)}."
     if kind != "ok":
-        detail += " " + NEXT_STEPS[kind].format(logs=endpoint.logs)
+        detail += " " + NEXT_STEPS[kind].format(logs=endpoint.logs, command=endpoint.command)
     return CheckResult(name, kind == "ok", kind, round(deadline.elapsed(), 3), first, detail)
 
 
@@ -621,7 +944,7 @@ def failure_summary(endpoint: Endpoint, results: Sequence[CheckResult]) -> str:
     """One paragraph on the failed checks, empty when all passed. A reason shared by several is said once."""
     reasons: dict[str, list[str]] = {}
     for result in results:
-        if not result.ok:
+        if result.ok is False:
             reasons.setdefault(result.detail, []).append(result.check)
     if not reasons:
         return ""
@@ -711,9 +1034,28 @@ def read_key(path: str) -> str:
     return key
 
 
+def read_contract(path: str) -> Contract:
+    """The contract in a plan.
+
+    Raises:
+        InputError: The file is no plan, or one from before plans had a contract.
+    """
+    try:
+        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Contract.from_dict(plan["model"]["contract"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"plan {path}: holds no contract of its model ({error!r}); give plan.json of a release, and deploy anew if "
+            "it is an old one."
+        ) from None
+
+
 def _table(results: Sequence[CheckResult]) -> str:
     width = max(len(result.check) for result in results)
-    rows = [f"{r.check:{width}}  {'ok' if r.ok else 'FAILED':6}  {r.seconds:8.3f} s  {r.detail}" for r in results]
+    verdicts = {True: "ok", False: "FAILED", None: "-"}
+    rows = [f"{r.check:{width}}  {verdicts[r.ok]:6}  {r.seconds:8.3f} s  {r.detail}" for r in results]
     return "\n".join(rows)
 
 
@@ -753,6 +1095,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     check = commands.add_parser("check", parents=[common], help="run the checks once and print them")
     check.add_argument("--deadline-seconds", type=_seconds, default=30.0, help="for each check (default 30)")
     check.add_argument("--checks", type=_check_names, default=list(CHECKS), help="comma-separated (default: all)")
+    check.add_argument("--plan", help="plan.json of the release: what its model's card promises is checked too")
+    check.add_argument(
+        "--gateway-paths",
+        type=lambda text: tuple(text.split(",")),
+        help="comma-separated, for a gateway: the paths that it serves",
+    )
     check.add_argument("--format", choices=["table", "json"], default="table")
     return parser.parse_args(argv)
 
@@ -768,6 +1116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         key = read_key(arguments.key_file)
         endpoint = Endpoint(arguments.url, arguments.model, key, arguments.ca_file, arguments.unit)
+        if arguments.command == "check":
+            contract = read_contract(arguments.plan) if arguments.plan else None
+            endpoint = replace(endpoint, contract=contract, gateway_paths=arguments.gateway_paths)
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -783,7 +1134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = run_checks(endpoint, arguments.checks, arguments.deadline_seconds)
     as_json = json.dumps([result.as_dict() for result in results], indent=2)
     _say(as_json if arguments.format == "json" else _table(results))
-    return 0 if all(result.ok for result in results) else 1
+    return 1 if any(result.ok is False for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -51,11 +51,57 @@ options:
       - V(models) wants O(model) in the model list.
       - V(completion) wants a token for a prompt, V(chat) for a chat message.
       - V(chat_stream) wants a streamed chat answer with text or a token count, a finish reason and its final C([DONE]).
-      - V(key_required) wants every route above to refuse a request with no key and one with a wrong key.
+      - With O(contract), V(chat) and V(chat_stream) also want reasoning in C(reasoning) if the card promises any, the
+        answer in C(content), and no tag of either in it.
+      - V(tool_call) and V(tool_call_stream) want a tool called where the question demands it, V(tool_named) and
+        V(tool_required) where the request forces it; arguments must be JSON that fits the tool's schema.
+      - V(json_schema) wants an answer that fits the JSON schema that came with the question.
+      - V(key_required) wants every route to refuse a request with no key and one with a wrong key.
+      - V(unknown_routes) wants a path that nobody knows refused, with the right key too; of a gateway also those of its
+        engines that it does not expose.
+      - A check of something that O(contract) does not promise, or says cannot be had of these weights, is reported as
+        not checkable. It neither passes nor fails.
     type: list
     elements: str
-    choices: [models, completion, chat, chat_stream, key_required]
-    default: [models, completion, chat, chat_stream, key_required]
+    choices: &checks
+      - models
+      - completion
+      - chat
+      - chat_stream
+      - tool_call
+      - tool_call_stream
+      - tool_named
+      - tool_required
+      - json_schema
+      - key_required
+      - unknown_routes
+    default: *checks
+  contract:
+    description:
+      - What the model's card promises, C(model.contract) of a plan.
+      - Without it tools and JSON by a schema are not checkable, and nothing is said of reasoning.
+    type: dict
+    suboptions:
+      reasoning:
+        description:
+          - Its reasoning comes apart from its answer.
+        type: bool
+        required: true
+      tools:
+        description:
+          - V(true) if it calls tools, V(forced) if only where a request forces it to.
+        type: raw
+        required: true
+      json_schema:
+        description:
+          - Its answers fit the JSON schema of a request.
+        type: bool
+        required: true
+  gateway_paths:
+    description:
+      - Of a gateway, the paths that it serves. Each must refuse strangers, and no other may be served.
+    type: list
+    elements: str
   deadline_seconds:
     description:
       - Total seconds for one try of one check, from looking the name up to the last byte of the answer.
@@ -88,6 +134,7 @@ EXAMPLES = r"""
     model: minimax-m2.5
     api_key: "{{ vllm_service_api_key }}"
     unit: vllm-minimax-m2-5-0.service
+    contract: {reasoning: true, tools: true, json_schema: true}
 
 - name: Wait up to a minute for the gateway, and look at streaming only
   openai_probe:
@@ -103,7 +150,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 ok:
-  description: Whether every check passed.
+  description: Whether no check failed. What could not be checked is in RV(not_checked).
   returned: when the requests could be sent
   type: bool
   sample: true
@@ -112,6 +159,12 @@ seconds:
   returned: when the requests could be sent
   type: float
   sample: 1.934
+not_checked:
+  description: Names of the checks that could not be made; their C(detail) says why.
+  returned: when the requests could be sent
+  type: list
+  elements: str
+  sample: [tool_call, tool_call_stream]
 checks:
   description: What each check saw, in the order they ran. The last try counts.
   returned: when the requests could be sent
@@ -123,11 +176,13 @@ checks:
       type: str
       sample: chat_stream
     ok:
-      description: Whether the server did what a client needs.
+      description: Whether the server did what a client needs. Null where that cannot be checked.
       type: bool
       sample: true
     kind:
-      description: V(ok), or the kind of failure.
+      description:
+        - V(ok), V(not_checkable), or the kind of failure.
+        - V(reasoning), V(tools) and V(json_schema) are the part of the contract that is broken.
       type: str
       sample: ok
     seconds:
@@ -148,7 +203,15 @@ checks:
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.openai_client import CHECKS, MAX_SECONDS, Endpoint, InputError, failure_summary, run_checks
+from ansible.module_utils.openai_client import (
+    CHECKS,
+    MAX_SECONDS,
+    Contract,
+    Endpoint,
+    InputError,
+    failure_summary,
+    run_checks,
+)
 
 
 def main() -> None:
@@ -162,6 +225,15 @@ def main() -> None:
             "server_name": {"type": "str"},
             "unit": {"type": "str"},
             "checks": {"type": "list", "elements": "str", "choices": list(CHECKS), "default": list(CHECKS)},
+            "contract": {
+                "type": "dict",
+                "options": {
+                    "reasoning": {"type": "bool", "required": True},
+                    "tools": {"type": "raw", "required": True},
+                    "json_schema": {"type": "bool", "required": True},
+                },
+            },
+            "gateway_paths": {"type": "list", "elements": "str"},
             "deadline_seconds": {"type": "float", "default": 30.0},
             "retries": {"type": "int", "default": 0},
             "wait_seconds": {"type": "float", "default": 5.0},
@@ -183,7 +255,14 @@ def main() -> None:
             module.fail_json(msg=f"{name}: {given[name]} cannot be used; {rule}.")
     try:
         endpoint = Endpoint(
-            given["url"], given["model"], given["api_key"], given["ca_file"], given["unit"], given["server_name"]
+            url=given["url"],
+            model=given["model"],
+            api_key=given["api_key"],
+            ca_file=given["ca_file"],
+            unit=given["unit"],
+            server_name=given["server_name"],
+            contract=Contract.from_dict(given["contract"]) if given["contract"] else None,
+            gateway_paths=given["gateway_paths"],
         )
     except InputError as error:
         module.fail_json(msg=str(error))
@@ -196,8 +275,9 @@ def main() -> None:
         wait_seconds=given["wait_seconds"],
     )
     answer = {
-        "ok": all(result.ok for result in results),
+        "ok": all(result.ok is not False for result in results),
         "seconds": round(time.monotonic() - start, 3),
+        "not_checked": [result.check for result in results if result.ok is None],
         "checks": [result.as_dict() for result in results],
     }
     if not answer["ok"]:

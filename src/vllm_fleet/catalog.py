@@ -146,6 +146,7 @@ class Card:
     architecture: str
     attention: str
     lab: bool
+    contract: Mapping[str, bool | str]  # what clients may rely on: reasoning, tools, json_schema
     shape: Shape
     quantization: Quantization
     checkpoint_gib: float
@@ -188,7 +189,8 @@ class Card:
         attention = check.choice(card, "attention", ATTENTION_KINDS)
         contract = check.mapping(check.required(card, "contract", Mapping), "contract", _CONTRACT_KEYS)
         for key in sorted(_CONTRACT_KEYS):
-            check.required(contract, key, bool, "contract")
+            if (key, contract.get(key)) != ("tools", "forced"):  # forced: these weights call none of their own will
+                check.required(contract, key, bool, "contract")
         sources = check.required(card, "sources", Mapping)
         if not sources or not all(isinstance(s, str) and s.startswith("https://") for s in sources.values()):
             check.fail("sources", "must hold an https address per group of facts", "say where each number comes from")
@@ -201,6 +203,7 @@ class Card:
             architecture=check.required(card, "architecture", str),
             attention=attention,
             lab=lab,
+            contract=contract,
             shape=_shape(check, check.required(card, "shape", Mapping), attention),
             quantization=_quantization(check, check.required(card, "quantization", Mapping)),
             checkpoint_gib=check.number(card, "checkpoint_gib"),

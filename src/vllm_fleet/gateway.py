@@ -43,10 +43,10 @@ def backends(
         gateway_host: The gateway's own name.
 
     Returns:
-        {host: {"model": served name, "servers": [{"name", "id", "replica", "address", "port", "places"}]}}, in the
-        order of `serves`. `places` is how many requests the replica works on at once. `id` is HAProxy's: a function of
-        the name, so that every gateway sends a conversation to the same replica, and a host that comes or goes moves
-        no other's.
+        {host: {"model": served name, "contract": what its card promises, "servers": [{"name", "id", "replica",
+        "address", "port", "places"}]}}, in the order of `serves`. `places` is how many requests the replica works on at
+        once. `id` is HAProxy's: a function of the name, so that every gateway sends a conversation to the same replica,
+        and a host that comes or goes moves no other's.
 
     Raises:
         GatewayError: Hosts serve different model names, or a replica listens on the
@@ -82,6 +82,7 @@ def backends(
 def _entry(host: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": plan["model"]["served_name"],
+        "contract": plan["model"]["contract"],
         "servers": [
             {
                 "name": f"{host}.{replica['name']}",

@@ -113,6 +113,7 @@ class Plan:
                 "card": self.card.name,
                 "served_name": self.served_name,
                 "remote_code": dict(self.card.engine.remote_code),
+                "contract": dict(self.card.contract),
             },
             "vllm_version": self.options.vllm_version,
             "accelerator": self.options.accelerator,

@@ -297,7 +297,7 @@ class Gateway:
     def render(self, template: str) -> str:
         """What the role would write."""
         plan = {
-            "model": {"served_name": MODEL},
+            "model": {"served_name": MODEL, "contract": {"reasoning": True, "tools": "forced", "json_schema": True}},
             "replicas": [
                 {"name": r.name, "bind_address": r.address, "port": r.port, "max_num_seqs": r.places}
                 for r in self.replicas

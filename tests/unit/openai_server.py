@@ -17,16 +17,40 @@ KEY = "sk-canary-5f1c"
 DRIP_SECONDS = 0.05
 DRIPS = 200  # then the fault ends, so that a client without a deadline fails its test and does not hang it
 
-STREAM_TEXT = ["<think>", "hm", "</think>", "Hello"]
+CALL = {"name": "get_weather", "arguments": '{"city": "Oslo", "fahrenheit": false}'}
+FORM = CALL["arguments"]
+STREAM_TEXT = ["I greet", " you.", "Hel", "lo"]
+# What a model says that breaks its contract, by fault: fields of a message instead of the good ones.
+WRONG_CHATS: dict[str, dict[str, str | None]] = {
+    "leaks_tags": {"reasoning": "I greet.", "content": "so</think>Hi"},
+    "no_reasoning": {"reasoning": None, "content": "<hm> Hi"},
+    "all_reasoning": {"reasoning": "I greet. Hi", "content": None},
+}
+WRONG_CALLS: dict[str, dict[str, Any]] = {
+    "no_call": {"content": "It is warm."},
+    "call_markup": {"content": '<minimax:tool_call><invoke name="get_weather">'},
+    "call_other": {"tool_calls": [{"function": CALL | {"name": "get_time"}}]},
+    "call_no_json": {"tool_calls": [{"function": CALL | {"arguments": "city=Oslo"}}]},
+    "call_unfit": {"tool_calls": [{"function": CALL | {"arguments": '{"city": "Oslo"}'}}]},
+}
+WRONG_FORMS = {
+    "prose": "Warm.",
+    "form_unfit": '{"city": "Bonn", "fahrenheit": false}',
+    "form_extra": FORM[:-1] + ', "x": 1}',
+}
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
-def stream_events(error: dict[str, Any] | None = None) -> list[str]:
+def stream_events(error: dict[str, Any] | None = None, deltas: list[dict[str, Any]] | None = None) -> list[str]:
     """A chat stream in vLLM's shape: the role, the text, the finish reason, the usage, then the end mark."""
-    deltas = [{"role": "assistant", "content": ""}, *({"content": text} for text in STREAM_TEXT)]
+    if deltas is None:
+        names = ("reasoning", "reasoning", "content", "content")
+        deltas = [{name: text} for name, text in zip(names, STREAM_TEXT, strict=True)]
+    deltas = [{"role": "assistant", "content": ""}, *deltas]
     events = [{"model": MODEL, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     if error is not None:
         return [json.dumps(event) for event in (*events, {"error": error})] + ["[DONE]"]
-    end = {"model": MODEL, "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    end = {"model": MODEL, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     usage = {"model": MODEL, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
     return [json.dumps(event) for event in (*events, end, usage)] + ["[DONE]"]
 
@@ -96,7 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200, {"filler": "x" * 5_000_000})
         elif fault != "unauthenticated" and self.headers["Authorization"] != f"Bearer {KEY}":
             self._json(401, {"error": "Unauthorized"})
-        elif self.path == "/v1/models":
+        elif self.path not in PATHS:
+            self._json(200 if fault == "serves_anything" else 404, {"detail": "Not Found"})
+        else:
+            self._serve(asked, fault)
+
+    def _serve(self, asked: dict[str, Any], fault: str | None) -> None:
+        if self.path == "/v1/models":
             self._json(200, {"object": "list", "data": [{"id": "other" if fault == "wrong_model" else MODEL}]})
         elif fault == "wrong_model":
             self._json(404, {"error": {"message": f"The model `{asked['model']}` does not exist.", "code": 404}})
@@ -114,16 +144,37 @@ class _Handler(BaseHTTPRequestHandler):
         tokens = 0 if fault in {"no_token", "no_usage"} else asked["max_tokens"]
         text = "" if fault in {"no_token", "textless"} else "Hi"
         usage = {} if fault == "no_usage" else {"usage": {"completion_tokens": tokens}}
+        message = self._message(asked, text, fault)
         if asked.get("stream"):
-            self._stream(fault)
+            self._stream(fault, self._deltas(message) if asked.get("tools") or fault in WRONG_CHATS else None)
         elif self.path == "/v1/completions":
             self._json(200, {"model": MODEL, "choices": [{"text": text}], **usage}, cut=fault == "cut")
         else:
-            self._json(200, {"model": MODEL, "choices": [{"message": {"content": text}}], **usage}, cut=fault == "cut")
+            choice = {"message": message, "finish_reason": "length" if fault == "cut_thinking" else "stop"}
+            self._json(200, {"model": MODEL, "choices": [choice], **usage}, cut=fault == "cut")
 
-    def _stream(self, fault: str | None) -> None:
+    def _message(self, asked: dict[str, Any], text: str, fault: str | None) -> dict[str, Any]:
+        if asked.get("tools"):
+            return {"content": "", **WRONG_CALLS.get(fault or "", {"tool_calls": [{"function": CALL}]})}
+        if asked.get("response_format"):
+            return {"reasoning": "JSON.", "content": WRONG_FORMS.get(fault or "", FORM)}
+        if fault == "cut_thinking":
+            return {"reasoning": "I", "content": None}
+        return {"reasoning": text and "I greet.", "content": text, **WRONG_CHATS.get(fault or "", {})}
+
+    def _deltas(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """A message in pieces, the arguments of a call cut in two."""
+        deltas: list[dict[str, Any]] = [{name: message[name]} for name in ("reasoning", "content") if message.get(name)]
+        for index, call in enumerate(message.get("tool_calls", ())):
+            arguments = call["function"]["arguments"]
+            named = {"index": index, "id": "1", "type": "function", "function": {"name": call["function"]["name"]}}
+            pieces = [{"index": index, "function": {"arguments": piece}} for piece in (arguments[:5], arguments[5:])]
+            deltas += [{"tool_calls": [piece]} for piece in (named, *pieces)]
+        return deltas
+
+    def _stream(self, fault: str | None, deltas: list[dict[str, Any]] | None) -> None:
         error = {"message": f"engine died, {self.headers['Authorization']}", "code": 500}
-        events = stream_events(error if fault == "stream_error" else None)
+        events = stream_events(error if fault == "stream_error" else None, deltas)
         if fault == "stream_no_finish":
             del events[-3]
         if fault in {"textless", "no_token"}:

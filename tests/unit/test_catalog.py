@@ -98,6 +98,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("engine.tensor_parallel", 8, "known:"),
         ("engine.max_gpu_memory_utilization", 95, "between 0 and 1"),
         ("contract.tools", "yes", "type bool"),
+        ("contract.reasoning", "forced", "type bool"),  # only a tool call can be forced
         ("speculative", ..., "speculative: null"),
         ("speculative", {"method": "mtp", "num_speculative_tokens": 3}, "shape.num_nextn_predict_layers"),
         ("speculative", {"method": "ngram", "num_speculative_tokens": 3}, "knows mtp"),

@@ -23,7 +23,7 @@ RELOAD = Path(__file__).parents[2] / "roles" / "model_gateway" / "files" / "gate
 
 def plan(model: str = "m", address: str = "10.0.0.1", ports: tuple[int, ...] = (8001,)) -> dict[str, Any]:
     return {
-        "model": {"served_name": model},
+        "model": {"served_name": model, "contract": {"reasoning": True, "tools": True, "json_schema": True}},
         "replicas": [
             {"name": f"m-{i}", "bind_address": address, "port": port, "max_num_seqs": 64}
             for i, port in enumerate(ports)
@@ -34,6 +34,7 @@ def plan(model: str = "m", address: str = "10.0.0.1", ports: tuple[int, ...] = (
 def test_every_replica_of_every_planned_host_is_a_server() -> None:
     entries = backends({"a": plan(ports=(8001, 8002)), "b": plan(address="10.0.0.2")}, {}, ["a", "b"], "a")
     assert [server["name"] for entry in entries.values() for server in entry["servers"]] == ["a.m-0", "a.m-1", "b.m-0"]
+    assert entries["b"]["contract"] == {"reasoning": True, "tools": True, "json_schema": True}
     (server,) = entries["b"]["servers"]
     assert server.pop("id") > 0
     assert server == {"name": "b.m-0", "replica": "m-0", "address": "10.0.0.2", "port": 8001, "places": 64}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography import x509
@@ -20,13 +20,28 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_server import KEY, MODEL, STREAM_TEXT, OpenAIServer, stream_events
+from openai_server import (
+    CALL,
+    KEY,
+    MODEL,
+    PATHS,
+    STREAM_TEXT,
+    WRONG_CALLS,
+    WRONG_FORMS,
+    OpenAIServer,
+    stream_events,
+)
 
 from vllm_fleet.target import openai_client
 from vllm_fleet.target.openai_client import (
     CHECKS,
+    ENGINE_PATHS,
+    NEXT_STEPS,
+    WEATHER_SCHEMA,
+    ChatAnswer,
     CheckError,
     CheckResult,
+    Contract,
     Endpoint,
     InputError,
     error_message,
@@ -36,6 +51,7 @@ from vllm_fleet.target.openai_client import (
     read_key,
     run_check,
     run_checks,
+    schema_problem,
     sse_data,
     stream_chunks,
     wait_until_serving,
@@ -48,13 +64,17 @@ UNIT = "vllm-tiny-0.service"
 LOOSE_SECONDS = 8.0  # a busy machine may be slow, but a client without a total deadline would never end
 
 
-def endpoint(server: OpenAIServer, **changes: str) -> Endpoint:
-    return Endpoint(**{"url": server.url, "model": MODEL, "api_key": KEY, "unit": UNIT, **changes})
+PROMISED = Contract(reasoning=True, tools=True, json_schema=True)
 
 
-def probe(fault: str | None, check: str, deadline_seconds: float = 5.0) -> CheckResult:
+def endpoint(server: OpenAIServer, **changes: Any) -> Endpoint:
+    given = {"url": server.url, "model": MODEL, "api_key": KEY, "unit": UNIT, "contract": PROMISED}
+    return Endpoint(**{**given, **changes})
+
+
+def probe(fault: str | None, check: str, deadline_seconds: float = 5.0, **changes: Any) -> CheckResult:
     with OpenAIServer(fault) as server:
-        return run_check(check, endpoint(server), deadline_seconds)
+        return run_check(check, endpoint(server, **changes), deadline_seconds)
 
 
 def free_port() -> int:
@@ -69,14 +89,18 @@ def free_port() -> int:
 def test_a_healthy_server_passes_every_check_in_order() -> None:
     with OpenAIServer() as server:
         results = run_checks(endpoint(server), list(CHECKS), 5)
-    assert [result.check for result in results] == ["models", "completion", "chat", "chat_stream", "key_required"]
+    assert [result.check for result in results] == list(CHECKS)
     assert [result.detail for result in results if not result.ok] == []
     assert "/health" not in server.requests
     streamed = results[3]
     assert streamed.first_token_seconds is not None
     assert 0 < streamed.first_token_seconds <= streamed.seconds
     assert "4 tokens" in streamed.detail  # the usage event of the stand-in says 4
-    assert all(result.first_token_seconds is None for result in results if result.check != "chat_stream")
+    assert {result.check for result in results if result.first_token_seconds is not None} == {
+        *("chat_stream", "tool_call_stream", "tool_required")
+    }
+    assert "its reasoning apart from its answer" in results[2].detail
+    assert f"called get_weather with {CALL['arguments']}" in results[4].detail
 
 
 @pytest.mark.parametrize(
@@ -123,9 +147,9 @@ def test_a_server_that_hangs_or_drips_ends_at_the_total_deadline(fault: str, che
     assert "deadline of 0.4 s" in result.detail
 
 
-@pytest.mark.parametrize(("fault", "progress"), [("stream_mute", "no text"), ("stream_hang", "9 characters")])
+@pytest.mark.parametrize(("fault", "progress"), [("stream_mute", "no text"), ("stream_hang", "12 characters")])
 def test_a_stream_that_stops_moving_ends_at_the_deadline_and_says_how_far_it_came(fault: str, progress: str) -> None:
-    result = probe(fault, "chat_stream", deadline_seconds=0.6)  # "<think>" and "hm" are 9 characters
+    result = probe(fault, "chat_stream", deadline_seconds=0.6)
     assert result.kind == "late"
     assert progress in result.detail
     assert result.seconds < LOOSE_SECONDS
@@ -161,7 +185,7 @@ def test_nothing_listening_is_retryable_and_a_bad_name_is_said() -> None:
 
 
 def test_a_token_without_text_is_proof_and_its_first_token_time_is_unknown() -> None:
-    result = probe("textless", "chat_stream")
+    result = probe("textless", "chat_stream", contract=None)
     assert (result.ok, result.first_token_seconds) == (True, None)
     assert "none of which decoded to text" in result.detail
     assert probe("textless", "completion").ok
@@ -221,6 +245,145 @@ def test_the_summary_names_the_url_and_says_a_shared_reason_once() -> None:
     assert "models, chat: " in summary
     assert summary.count("answered 503") == 1
     assert "\n" not in summary
+
+
+# --- The contract ---------------------------------------------------------------------------------------------------
+
+BROKEN = [
+    (
+        "leaks_tags",
+        "chat, chat_stream",
+        "reasoning",
+        'left </think> in `content`, where clients read the answer: "so</',
+    ),
+    ("no_reasoning", "chat, chat_stream", "reasoning", 'which the card promises; in `content`: "<hm> Hi"'),
+    ("all_reasoning", "chat, chat_stream", "reasoning", 'the answer went into `reasoning` too: "I greet. Hi"'),
+    ("no_call", "tool_call, tool_call_stream, tool_named", "tools", 'called no tool, and said instead: "It is warm."'),
+    ("call_markup", "tool_call, tool_call_stream, tool_required", "tools", "left a tool call's markup in `content`"),
+    (
+        "call_other",
+        "tool_call, tool_call_stream",
+        "tools",
+        "called \"get_time\", and the tool offered is 'get_weather'",
+    ),
+    ("call_no_json", "tool_named, tool_required", "tools", 'sent the tool\'s arguments as no JSON: "city=Oslo"'),
+    ("call_unfit", "tool_named, tool_required", "tools", "the tool's arguments: 'fahrenheit' is missing"),
+    ("prose", "json_schema", "json_schema", 'sent its answer as no JSON: "Warm."'),
+    ("form_unfit", "json_schema", "json_schema", "'city' is \"Bonn\", which is none of Oslo, Paris, Rome"),
+    ("form_extra", "json_schema", "json_schema", "its answer: 'x' was not asked for"),
+]
+
+
+@pytest.mark.parametrize(("fault", "checks", "kind", "seen"), BROKEN)
+def test_a_broken_contract_is_named_with_what_was_seen_and_what_to_do(
+    fault: str, checks: str, kind: str, seen: str
+) -> None:
+    for check in checks.split(", "):
+        result = probe(fault, check)
+        assert (result.ok, result.kind, result.retryable) == (False, kind, False)
+        assert seen in result.detail
+        assert result.detail.endswith(
+            NEXT_STEPS[kind].format(command=f"systemctl cat {UNIT}", logs=f"journalctl -u {UNIT} -n 100")
+        )
+
+
+def test_every_wrong_call_and_form_has_its_row() -> None:
+    assert {*WRONG_CALLS, *WRONG_FORMS} <= {row[0] for row in BROKEN}
+
+
+def test_an_answer_cut_in_its_reasoning_is_said() -> None:
+    assert "tokens were too few to see the answer after it" in probe("cut_thinking", "chat").detail
+
+
+def test_reasoning_that_nobody_promised_is_a_failure_too() -> None:
+    contract = Contract(reasoning=False, tools=False, json_schema=False)
+    result = probe(None, "chat", contract=contract)
+    assert (result.ok, result.kind) == (False, "reasoning")
+    assert "the card promises none" in result.detail
+    assert probe("no_reasoning", "chat", contract=contract).ok
+
+
+TOOL_CHECKS = ("tool_call", "tool_call_stream", "tool_named", "tool_required")
+
+
+@pytest.mark.parametrize(
+    ("contract", "not_checked"),
+    [
+        (PROMISED, {}),
+        (
+            Contract(reasoning=True, tools="forced", json_schema=True),
+            dict.fromkeys(TOOL_CHECKS[:2], "only where they are forced to"),
+        ),
+        (
+            Contract(reasoning=True, tools=False, json_schema=False),
+            dict.fromkeys(TOOL_CHECKS, "promises no tool calls") | {"json_schema": "promises no JSON by a schema"},
+        ),
+        (None, dict.fromkeys((*TOOL_CHECKS, "json_schema"), "was not given")),
+    ],
+)
+def test_what_cannot_be_checked_is_said_and_neither_passes_nor_fails(
+    contract: Contract | None, not_checked: dict[str, str]
+) -> None:
+    with OpenAIServer() as server:
+        results = run_checks(endpoint(server, contract=contract), list(CHECKS), 5)
+    assert {result.check for result in results if result.ok is None} == set(not_checked)
+    assert {result.check for result in results if result.ok} == set(CHECKS) - set(not_checked)
+    for result in results:
+        if result.ok is None:
+            assert (result.kind, result.detail.startswith("Not checkable: ")) == ("not_checkable", True)
+            assert not_checked[result.check] in result.detail
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        ({"reasoning": True, "tools": "sometimes", "json_schema": True}, "tools is 'sometimes'"),
+        ({"reasoning": "forced", "tools": True, "json_schema": True}, "reasoning is 'forced'"),
+        ({"reasoning": True}, "give json_schema, reasoning, tools"),
+        ({"reasoning": True, "tools": True, "json_schema": True, "vision": True}, "has .*vision"),
+    ],
+)
+def test_a_contract_that_no_card_has_is_refused(data: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=f"contract: .*{word}"):
+        Contract.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"city": "Rome", "fahrenheit": True}, None),
+        ([], "is [], which is no object"),
+        ({"city": "Rome", "fahrenheit": "yes"}, "'fahrenheit' is \"yes\", which is no boolean"),
+        ({"city": "Rome"}, "'fahrenheit' is missing"),
+    ],
+)
+def test_a_schema_is_held_to(value: Any, problem: str | None) -> None:
+    found = schema_problem(value, WEATHER_SCHEMA, "it")
+    assert found is None if problem is None else problem in str(found)
+
+
+# --- Doors ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_exposed_path_is_tried_without_a_key() -> None:
+    with OpenAIServer() as server:
+        paths = (*PATHS, "/v1/responses")
+        result = run_check("key_required", endpoint(server, gateway_paths=paths), 5)
+    assert result.ok, result.detail
+    assert server.requests == [path for path in paths for _ in range(2)]
+
+
+def test_a_path_that_is_served_to_anybody_is_an_open_door() -> None:
+    result = probe("serves_anything", "unknown_routes")
+    assert (result.kind, "answered 200 to /v1/" in result.detail) == ("open_door", True)
+
+
+def test_a_gateway_must_not_pass_on_what_only_engines_serve() -> None:
+    with OpenAIServer() as server:
+        exposed = (*PATHS, ENGINE_PATHS[0])
+        result = run_check("unknown_routes", endpoint(server, gateway_paths=exposed), 5)
+    assert result.ok, result.detail
+    assert server.requests[1:] == list(ENGINE_PATHS[1:])
 
 
 # --- TLS ------------------------------------------------------------------------------------------------------------
@@ -326,7 +489,12 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(
 
 def test_a_stream_is_read_up_to_its_end_mark() -> None:
     chunks = list(stream_chunks([*stream_events(), "not JSON, and never looked at"]))
-    assert "".join(message_text(c["choices"][0]["delta"]) for c in chunks if c["choices"]) == "".join(STREAM_TEXT)
+    answer = ChatAnswer()
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            answer.add(choice)
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("I greet you.", "Hello", "stop")
+    assert answer.text == "".join(STREAM_TEXT)
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
@@ -488,9 +656,27 @@ def test_the_script_prints_checks_as_a_table_or_json(tmp_path: Path) -> None:
         table = run_script(server.url, tmp_path, "check")
         as_json = run_script(server.url, tmp_path, "check", "--format", "json", "--checks", "models,completion")
     assert table.returncode == 1
-    assert [line.split()[1] for line in table.stdout.splitlines()] == ["ok", "ok", "ok", "ok", "FAILED"]
+    assert [line.split()[1] for line in table.stdout.splitlines()] == [
+        *("ok", "ok", "ok", "ok", "-", "-", "-", "-", "-", "FAILED", "ok")
+    ]
     assert as_json.returncode == 0
     assert [(row["check"], row["ok"]) for row in json.loads(as_json.stdout)] == [("models", True), ("completion", True)]
+
+
+def test_the_script_takes_the_contract_from_a_plan(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model": {"contract": {"reasoning": True, "tools": "forced", "json_schema": True}}}))
+    with OpenAIServer() as server:
+        good = run_script(server.url, tmp_path, "check", "--plan", str(plan), "--gateway-paths", "/v1/models,/v1/x")
+        server.fault = "prose"
+        bad = run_script(server.url, tmp_path, "check", "--plan", str(plan), "--checks", "json_schema")
+        plan.write_text('{"model": {}}')
+        old = run_script(server.url, tmp_path, "check", "--plan", str(plan))
+    assert (good.returncode, bad.returncode, old.returncode) == (0, 1, 2), good.stdout + good.stderr
+    assert [line.split()[1] for line in good.stdout.splitlines()].count("-") == 2
+    assert "on /v1/models, /v1/x" in good.stdout
+    assert "sent its answer as no JSON" in bad.stdout
+    assert "holds no contract of its model" in old.stderr
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def run_module(folder: Path, arguments: dict[str, Any], *options: str) -> dict[s
 
 def test_a_served_model_passes_in_check_mode_too_and_changes_nothing(tmp_path: Path) -> None:
     with OpenAIServer() as server:
-        result = run_module(tmp_path, {"url": server.url}, "--check")
-    assert (result["ok"], result["changed"]) == (True, False)
+        contract = {"reasoning": True, "tools": True, "json_schema": True}
+        result = run_module(tmp_path, {"url": server.url, "contract": contract}, "--check")
+    assert (result["ok"], result["changed"], result["not_checked"]) == (True, False, [])
     assert [row["check"] for row in result["checks"]] == list(CHECKS)
     assert all(row["ok"] for row in result["checks"])
     assert "/v1/completions" in server.requests  # check mode sends the requests all the same
@@ -67,6 +68,23 @@ def test_a_server_that_only_looks_healthy_fails_with_one_paragraph(tmp_path: Pat
     assert "\n" not in message
 
 
+def test_what_cannot_be_checked_is_in_the_result(tmp_path: Path) -> None:
+    with OpenAIServer() as server:
+        contract = {"reasoning": True, "tools": "forced", "json_schema": True}
+        result = run_module(tmp_path, {"url": server.url, "contract": contract})
+    assert (result["ok"], result["not_checked"]) == (True, ["tool_call", "tool_call_stream"])
+    assert {row["check"]: row["ok"] for row in result["checks"]}["tool_call"] is None
+
+
+def test_a_broken_contract_fails_the_task(tmp_path: Path) -> None:
+    with OpenAIServer("leaks_tags") as server:
+        contract = {"reasoning": True, "tools": True, "json_schema": True}
+        result = run_module(tmp_path, {"url": server.url, "contract": contract})
+    assert result["failed"]
+    assert "chat, chat_stream: " in result["msg"]
+    assert "left </think> in `content`" in result["msg"]
+
+
 def test_a_server_that_echoes_the_key_does_not_get_it_into_the_log(tmp_path: Path) -> None:
     with OpenAIServer("leak") as server:
         result = run_module(tmp_path, {"url": server.url})
@@ -75,7 +93,12 @@ def test_a_server_that_echoes_the_key_does_not_get_it_into_the_log(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"api_key": ""}, "api_key"), ({"deadline_seconds": 0}, "deadline_seconds"), ({"checks": []}, "checks")],
+    [
+        ({"api_key": ""}, "api_key"),
+        ({"contract": {"reasoning": True, "tools": "at times", "json_schema": True}}, "contract"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"checks": []}, "checks"),
+    ],
 )
 def test_bad_input_is_refused_before_any_request(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
     with OpenAIServer() as server:

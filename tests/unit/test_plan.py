@@ -150,6 +150,12 @@ def test_reviewed_code_is_handed_to_the_roles_that_compare_it() -> None:
     assert planned(REFERENCE)["model"]["remote_code"] == {}
 
 
+def test_what_the_card_promises_is_in_the_plan_for_the_checks() -> None:
+    assert planned(REFERENCE)["model"]["contract"] == {"reasoning": True, "tools": True, "json_schema": True}
+    card = M2_5 | {"contract": TINY["contract"]}
+    assert planned(REFERENCE, card)["model"]["contract"] == {"reasoning": True, "tools": "forced", "json_schema": True}
+
+
 def test_no_card_sends_an_engine_online() -> None:
     card = M2_5 | {"engine": M2_5["engine"] | {"env": {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}}}
     env = planned(REFERENCE, card)["replicas"][0]["env"]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engine_contract import Server, differences
 
+from vllm_fleet.target.openai_client import CHECKS, Contract, Endpoint, run_checks
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -55,6 +57,31 @@ def test_it_answers_as_the_real_engine_did() -> None:
         seen = Server(f"http://127.0.0.1:{port}", MODEL, KEY).seen()
     found = differences(recorded, seen)
     assert not found, "\n".join(found)
+
+
+def broken(port: int, *, tools: bool | str) -> dict[str, str | None]:
+    """What a client sees that is not as promised: kind by check, "not_checkable" among them."""
+    promised = Contract(reasoning=True, tools=tools, json_schema=True)
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", MODEL, KEY, contract=promised)
+    return {result.check: result.kind for result in run_checks(endpoint, list(CHECKS), 20) if result.kind != "ok"}
+
+
+def test_a_client_gets_what_the_contract_promises() -> None:
+    own_will = dict.fromkeys(("tool_call", "tool_call_stream"), "not_checkable")
+    with engine(STAND_IN_TOKENS_PER_SECOND="1000") as (_, port):
+        assert broken(port, tools="forced") == own_will
+        assert broken(port, tools=True) == dict.fromkeys(own_will, "tools")  # as the lab's checkpoint, it calls none
+    with engine(STAND_IN_TOKENS_PER_SECOND="1000", STAND_IN_CALLS_TOOLS="1") as (_, port):
+        assert broken(port, tools=True) == {}
+
+
+def test_a_client_sees_every_part_of_a_contract_that_is_broken() -> None:
+    with engine(STAND_IN_TOKENS_PER_SECOND="1000", STAND_IN_CALLS_TOOLS="1", STAND_IN_FAULT="wrong") as (_, port):
+        assert broken(port, tools=True) == {
+            **dict.fromkeys(("chat", "chat_stream"), "reasoning"),
+            **dict.fromkeys(("tool_call", "tool_call_stream", "tool_named", "tool_required"), "tools"),
+            "json_schema": "json_schema",
+        }
 
 
 def ask(port: int, seconds: float = 20, **payload: Any) -> tuple[int, dict[str, Any]]:
