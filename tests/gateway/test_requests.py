@@ -7,9 +7,12 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import conversation
 import openai
 import pytest
-from conftest import ENGINE_KEY, KEYS, MODEL, ask, chat, wait_for
+from conftest import ENGINE_KEY, KEYS, MODEL, ask, chat, role_variables, wait_for
+
+from vllm_fleet.target.openai_client import CHECKS, Contract, Endpoint, run_checks
 
 if TYPE_CHECKING:
     from conftest import Fleet
@@ -23,6 +26,27 @@ def test_a_chat_is_answered_and_the_log_shows_who_asked_but_not_what(fleet: Flee
     assert "client=alice POST /v1/chat/completions" in line
     assert "replica=gw.r-" in line
     assert [secret for secret in ("prompt", ENGINE_KEY, *KEYS.values()) if secret in gateway.log] == []
+
+
+def test_the_openai_library_has_a_conversation(fleet: Fleet) -> None:
+    gateway = fleet(environment={"STAND_IN_TOKENS_PER_SECOND": "200"})
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key=KEYS["bob"], max_retries=0)
+    conversation.hold(client, MODEL)
+    conversation.be_refused(client, MODEL)
+
+
+def test_what_verify_asks_a_gateway_is_answered(fleet: Fleet) -> None:
+    gateway = fleet(environment={"STAND_IN_TOKENS_PER_SECOND": "200"})
+    endpoint = Endpoint(
+        url=f"http://127.0.0.1:{gateway.port}",
+        model=MODEL,
+        api_key=KEYS["alice"],
+        contract=Contract(reasoning=True, tools="forced", json_schema=True),
+        gateway_paths=role_variables()["model_gateway_paths"],
+    )
+    results = run_checks(endpoint, list(CHECKS), 20)
+    assert [result.detail for result in results if result.ok is False] == []
+    assert [result.check for result in results if result.ok is None] == ["tool_call", "tool_call_stream"]
 
 
 def test_tokens_arrive_one_by_one_as_the_engine_sends_them(fleet: Fleet) -> None:
