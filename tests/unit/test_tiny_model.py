@@ -1,4 +1,4 @@
-"""The lab's checkpoint: what the engine needs to load it, and that it says its two sentences."""
+"""The lab's checkpoints: what the engine needs to load them, and that they say their two sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-CARD = yaml.safe_load((ROOT / "models/lab_tiny_minimax_m2.yml").read_text(encoding="utf-8"))
+CARDS = {
+    name: yaml.safe_load((ROOT / f"models/lab_tiny_{name}.yml").read_text(encoding="utf-8"))
+    for name in ("minimax_m2", "kimi_k2")
+}
+CARD = CARDS["minimax_m2"]
 TEMPLATE = (ROOT / "lab/tiny_chat_template.jinja").read_text(encoding="utf-8")
 
 
@@ -52,11 +56,24 @@ def read_safetensors(content: bytes) -> dict[str, tuple[list[int], list[float]]]
     return found
 
 
-@pytest.fixture(scope="module")
-def weights(files: dict[str, bytes]) -> dict[str, tuple[list[int], list[float]]]:
+Weights = dict[str, tuple[list[int], list[float]]]
+
+
+def all_weights(files: dict[str, bytes]) -> Weights:
     index = json.loads(files["model.safetensors.index.json"])
     shards = {name: read_safetensors(files[name]) for name in set(index["weight_map"].values())}
     return {name: shards[shard][name] for name, shard in index["weight_map"].items()}
+
+
+@pytest.fixture(scope="module")
+def weights(files: dict[str, bytes]) -> Weights:
+    return all_weights(files)
+
+
+@pytest.fixture(scope="module")
+def kimi(script: ModuleType) -> tuple[dict[str, bytes], Weights]:
+    made: dict[str, bytes] = script.checkpoint(CARDS["kimi_k2"], TEMPLATE)
+    return made, all_weights(made)
 
 
 def test_same_card_same_bytes_and_another_seed_other_weights(script: ModuleType, files: dict[str, bytes]) -> None:
@@ -68,7 +85,7 @@ def test_same_card_same_bytes_and_another_seed_other_weights(script: ModuleType,
     }
 
 
-def test_every_tensor_has_the_shape_that_the_card_gives(weights: dict[str, tuple[list[int], list[float]]]) -> None:
+def test_every_tensor_has_the_shape_that_the_card_gives(weights: Weights) -> None:
     """Shapes by hand from the card's numbers: 4 heads and 2 KV heads of 32, hidden 128, 8 experts of 64, 512 tokens."""
     shapes = {name: shape for name, (shape, _) in weights.items()}
     assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == [512, 128]
@@ -84,10 +101,31 @@ def test_every_tensor_has_the_shape_that_the_card_gives(weights: dict[str, tuple
     assert all(len(values) == shape[0] * (shape[1] if len(shape) > 1 else 1) for shape, values in weights.values())
 
 
-def test_the_last_layer_alone_says_the_two_sentences(
-    files: dict[str, bytes], weights: dict[str, tuple[list[int], list[float]]]
-) -> None:
+def test_kimis_tensors_have_the_shapes_of_latent_attention(kimi: tuple[dict[str, bytes], Weights]) -> None:
+    """By hand: 4 heads of 128 + 64, values of 128, rows of 512 + 64; a dense layer of 256, then 8 experts of 64 + 1."""
+    shapes = {name: shape for name, (shape, _) in kimi[1].items()}
+    assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == [4 * 192, 48]
+    assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == [576, 128]
+    assert shapes["model.layers.1.self_attn.kv_b_proj.weight"] == [4 * 256, 512]
+    assert shapes["model.layers.1.self_attn.o_proj.weight"] == [128, 4 * 128]
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == [128, 256]
+    assert shapes["model.layers.1.mlp.gate.e_score_correction_bias"] == [8]
+    assert shapes["model.layers.1.mlp.experts.7.up_proj.weight"] == [64, 128]
+    assert shapes["model.layers.1.mlp.shared_experts.down_proj.weight"] == [128, 64]
+    # Attention 7 and 2 norms per layer; 3 dense, or router, bias and 3 x (8 + 1); embedding, last norm, head.
+    assert len(shapes) == 2 * (7 + 2) + 3 + 2 + 3 * 9 + 3
+    config = json.loads(kimi[0]["config.json"])
+    assert (config["architectures"], config["n_routed_experts"]) == (["DeepseekV3ForCausalLM"], 8)
+    added = [token["content"] for token in json.loads(kimi[0]["tokenizer.json"])["added_tokens"]]
+    assert "<|tool_calls_section_begin|>" in added
+    assert "<minimax:tool_call>" not in added
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_last_layer_alone_says_the_two_sentences(script: ModuleType, name: str) -> None:
     """Greedy decoding with the layers left out, from any byte: reasoning, answer, stop."""
+    files: dict[str, bytes] = script.checkpoint(CARDS[name], TEMPLATE)
+    weights = all_weights(files)
     vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
     tokens = {index: token.replace("Ġ", " ").replace("Ċ", "\n") for token, index in vocabulary.items()}
     embedding, head = weights["model.embed_tokens.weight"][1], weights["lm_head.weight"][1]
@@ -108,9 +146,7 @@ def test_the_last_layer_alone_says_the_two_sentences(
     )
 
 
-def test_under_a_form_it_writes_markup_closes_and_leaves_blanks_out(
-    files: dict[str, bytes], weights: dict[str, tuple[list[int], list[float]]]
-) -> None:
+def test_under_a_form_it_writes_markup_closes_and_leaves_blanks_out(files: dict[str, bytes], weights: Weights) -> None:
     """What an engine's grammar leaves to choose from, after any token: the first component is the only one to count."""
     vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
     head = weights["lm_head.weight"][1]
@@ -132,7 +168,12 @@ def test_the_tokenizer_knows_every_byte_and_the_markup(files: dict[str, bytes]) 
 
 def test_a_vocabulary_too_small_is_refused(script: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"vocab_size is 256, but .* raise it"):
-        script.vocabulary(256)
+        script.vocabulary(256, ())
+
+
+def test_a_class_that_is_not_made_here_is_refused(script: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"class GlmMoeDsaForCausalLM .* known are MiniMaxM2ForCausalLM"):
+        script.checkpoint(CARD | {"architecture": "GlmMoeDsaForCausalLM"}, TEMPLATE)
 
 
 def render(messages: list[dict[str, Any]], **variables: Any) -> str:
