@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from rendering import ROOT, reference_plan, render, settings
 
+from vllm_fleet import catalog, whatif
+from vllm_fleet.plan import make_plan
 from vllm_fleet.serving import SHUTDOWN_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
@@ -62,6 +64,28 @@ def test_the_unit_alone_places_a_replica_on_its_node() -> None:
     assert REPLICA["CPUAffinity"] == REPLICA["AllowedCPUs"] == [PLAN["cpus"]]
     assert (REPLICA["NUMAPolicy"], REPLICA["NUMAMask"]) == (["bind"], ["0"])
     assert "--numa-bind" not in REPLICA["ExecStart"][0]
+
+
+@pytest.mark.parametrize(
+    ("card", "flags"),
+    [
+        ("kimi_k2_5", ["--tool-call-parser kimi_k2", "--reasoning-parser kimi_k2", "--language-model-only"]),
+        (
+            "glm_5_fp8",
+            ["--tool-call-parser glm47", "--reasoning-parser glm45", "--chat-template-content-format=string"],
+        ),
+    ],
+)
+def test_nothing_in_a_unit_is_of_one_family(card: str, flags: list[str]) -> None:
+    # Sparse attention does not run on the lab's CPU engine, so this is where GLM-5's unit is seen.
+    plan = make_plan(whatif.host("8x H200"), catalog.read_card(card), {}).to_dict()
+    found = settings(render("replica.service.j2", vllm_service_plan=plan))
+    for flag in flags:
+        assert flag in found["ExecStart"][0]
+    assert not [
+        value for values in found.values() for value in values if "minimax" in value.replace("minimax_m2_5", "")
+    ]
+    assert plan["model"]["contract"] == {"reasoning": True, "tools": True, "json_schema": True}
 
 
 @pytest.mark.parametrize("unit", [REPLICA_UNIT, HEALTH_UNIT], ids=["replica", "health"])
