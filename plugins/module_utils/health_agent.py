@@ -10,8 +10,9 @@ is outstanding, watches the engine's counters:
 - `down`: its unit does not run, or it answers every request with an error.
 - `starting`, `draining`: its unit starts or stops.
 
-`GET /replicas/NAME` answers 200 in the first two and 503 in the others. `GET /check` does the same for the server that
-HAProxy names in `X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
+`GET /replicas/NAME` answers 200 in the first two and 503 in the others, with `up` or `down # why` as its reason phrase,
+which is what a gateway's agent-check reads. `GET /check` does the same for the server that HAProxy names in
+`X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
 
 A restart needs no rights beyond the engine's own user: the agent kills the unit's main process, and systemd, which sees
 it fail, ends what is left of it and starts it again, within the unit's start limit.
@@ -53,6 +54,7 @@ METRICS_BYTES = 16 * 1024 * 1024
 RETRY_SECONDS = 1.0  # after a completion that failed
 LONGEST_COMPLETION_SECONDS = 3600.0  # in a full queue a completion waits its turn; asking anew would lose its place
 HTTP_SECONDS = 5.0  # for one request to the agent
+REASON_CHARACTERS = 200  # HAProxy reads an answer's beginning only
 
 FIRST_PAUSE_SECONDS = 60.0  # between two restarts of one replica; doubles
 LONGEST_PAUSE_SECONDS = 3600.0
@@ -540,6 +542,11 @@ def metrics(answers: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def down(why: str) -> str:
+    """The reason phrase that takes a replica out of a gateway, and shows why in its journal: one line of plain text."""
+    return "down # " + " ".join(why.encode("ascii", "replace").decode().split())[:REASON_CHARACTERS]
+
+
 class Agent(ThreadingHTTPServer):
     """The HTTP side: answers from what is known, never by asking."""
 
@@ -570,18 +577,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(http.client.OK, {"replicas": [watch.answer() for watch in watches.values()]})
         elif name in watches and (path in ("/check", "/replicas") or path.startswith("/replicas/")):
             answer = watches[name].answer()
-            serves = answer["state"] in SERVING
-            self._json(http.client.OK if serves else http.client.SERVICE_UNAVAILABLE, answer)
+            if answer["state"] in SERVING:
+                self._json(http.client.OK, answer, "up")
+            else:
+                self._json(http.client.SERVICE_UNAVAILABLE, answer, down(answer["state"] + ": " + answer["reason"]))
         else:
             self._json(http.client.NOT_FOUND, {"error": "no such replica or path", "replicas": sorted(watches)})
 
-    def _json(self, status: int, answer: Any) -> None:
-        self._send(status, (json.dumps(answer) + "\n").encode(), "application/json")
+    def _json(self, status: int, answer: Any, phrase: Optional[str] = None) -> None:
+        self._send(status, (json.dumps(answer) + "\n").encode(), "application/json", phrase)
 
-    def _send(self, status: int, body: bytes, content_type: str) -> None:
+    def _send(self, status: int, body: bytes, content_type: str, phrase: Optional[str] = None) -> None:
         # A checker that has seen enough, as HAProxy does, closes before the end; the next one comes in seconds.
         with contextlib.suppress(ConnectionError):
-            self.send_response(status)
+            self.send_response(status, phrase)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

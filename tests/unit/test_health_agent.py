@@ -27,6 +27,7 @@ from vllm_fleet.target.health_agent import (
     Unit,
     Watch,
     asked_name,
+    down,
     judge,
     kill_main,
     read_load,
@@ -270,7 +271,7 @@ class Host:
         self.lines: list[str] = []
         self.killed: list[tuple[int, str]] = []
         self.unit = RUNS
-        limits = Limits(interval_seconds=0.05, late_seconds=0.2, hang_seconds=0.6)
+        limits = Limits(interval_seconds=0.05, late_seconds=0.3, hang_seconds=1.5)
         self.watch = Watch(
             Replica("m-0", "vllm-m-0.service", "127.0.0.1", engine.port, "m"),
             KEY,
@@ -340,7 +341,7 @@ def test_a_working_engine_is_ready_on_every_route(host: Host) -> None:
 def test_a_saturated_engine_is_busy_keeps_its_requests_and_is_never_killed(host: Host, engine: Engine) -> None:
     engine.behaviour = "saturated"
     host.becomes("busy")
-    until = time.monotonic() + 2  # more than three hang deadlines
+    until = time.monotonic() + 4.6  # more than three hang deadlines
     host.until(lambda: time.monotonic() > until)
     assert host.get("/replicas/m-0")[0] == 200
     assert host.killed == []
@@ -388,6 +389,25 @@ def test_what_systemd_does_not_say_stays_as_it_was(host: Host) -> None:
     host.unit = Unit("failed", "failed", "exit-code", 1)
     host.becomes("down")
     assert host.watch.look(Unit()).state == "down"
+
+
+def test_gateways_read_the_verdict_from_the_reason_phrase(host: Host) -> None:
+    def phrase() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", host.agent.server_address[1], timeout=5)
+        connection.request("GET", "/replicas/m-0")
+        response = connection.getresponse()
+        return response.status, response.reason
+
+    assert phrase() == (200, "up")
+    host.unit = Unit("failed", "failed", "start-limit-hit")
+    host.becomes("down")
+    assert phrase() == (503, f"down # down: {host.watch.answer()['reason']}")
+
+
+def test_a_verdict_is_one_short_line_of_plain_text() -> None:
+    said = down("hung: \u00fc\r\nX-Header: a" + "b" * 1000)
+    assert said.startswith("down # hung: ? X-Header: ab")
+    assert len(said) < 250
 
 
 def test_the_program_refuses_bad_input_with_a_sentence(tmp_path: Path) -> None:
