@@ -11,8 +11,8 @@ is outstanding, watches the engine's counters:
 - `starting`, `draining`: its unit starts or stops.
 
 `GET /replicas/NAME` answers 200 in the first two and 503 in the others, with `up` or `down # why` as its reason phrase,
-which is what a gateway's agent-check reads. `GET /check` does the same for the server that HAProxy names in
-`X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
+which is what a gateway's agent-check reads; before it has looked, with neither. `GET /check` does the same for the
+server that HAProxy names in `X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
 
 A restart needs no rights beyond the engine's own user: the agent kills the unit's main process, and systemd, which sees
 it fail, ends what is left of it and starts it again, within the unit's start limit.
@@ -347,6 +347,7 @@ class Watch:
         self._pauses = Pauses()
         self._hang_restarts = 0
         self._verdict = Verdict("starting", "not looked at yet")
+        self.judged = False
         self._since = time.time()
         self._forget(Unit())
 
@@ -375,6 +376,7 @@ class Watch:
                 self._since = time.time()
                 self._say("{0}: {1}: {2}".format(self.replica.name, verdict.state, verdict.reason))
             self._verdict = verdict
+            self.judged = True
             restart = verdict.restart and unit.main_pid > 0 and self._pauses.due(time.monotonic())
             if restart:
                 self._pauses.restarted(time.monotonic())
@@ -577,7 +579,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(http.client.OK, {"replicas": [watch.answer() for watch in watches.values()]})
         elif name in watches and (path in ("/check", "/replicas") or path.startswith("/replicas/")):
             answer = watches[name].answer()
-            if answer["state"] in SERVING:
+            if not watches[name].judged:  # it has just started itself: what it said before holds
+                self._json(http.client.SERVICE_UNAVAILABLE, answer, "unknown # not looked at yet")
+            elif answer["state"] in SERVING:
                 self._json(http.client.OK, answer, "up")
             else:
                 self._json(http.client.SERVICE_UNAVAILABLE, answer, down(answer["state"] + ": " + answer["reason"]))

@@ -404,6 +404,19 @@ def test_gateways_read_the_verdict_from_the_reason_phrase(host: Host) -> None:
     assert phrase() == (503, f"down # down: {host.watch.answer()['reason']}")
 
 
+def test_an_agent_that_has_just_started_says_nothing_to_gateways(engine: Engine) -> None:
+    watch = Watch(Replica("m-0", "vllm-m-0.service", "127.0.0.1", engine.port, "m"), KEY, Limits(), lambda _: None)
+    agent = Agent("127.0.0.1", 0, [watch])
+    threading.Thread(target=agent.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", agent.server_address[1], timeout=5)
+        connection.request("GET", "/replicas/m-0")
+        assert connection.getresponse().reason == "unknown # not looked at yet"  # no word that HAProxy knows
+    finally:
+        agent.shutdown()
+        agent.server_close()
+
+
 def test_a_verdict_is_one_short_line_of_plain_text() -> None:
     said = down("hung: \u00fc\r\nX-Header: a" + "b" * 1000)
     assert said.startswith("down # hung: ? X-Header: ab")
