@@ -10,8 +10,9 @@ is outstanding, watches the engine's counters:
 - `down`: its unit does not run, or it answers every request with an error.
 - `starting`, `draining`: its unit starts or stops.
 
-`GET /replicas/NAME` answers 200 in the first two and 503 in the others. `GET /check` does the same for the server that
-HAProxy names in `X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
+`GET /replicas/NAME` answers 200 in the first two and 503 in the others, with `up` or `down # why` as its reason phrase,
+which is what a gateway's agent-check reads. A replica that is not on this host is down. `GET /check` does the same for
+the server that HAProxy names in `X-Haproxy-Server-State`, `GET /replicas` lists all, `GET /metrics` is for Prometheus.
 
 A restart needs no rights beyond the engine's own user: the agent kills the unit's main process, and systemd, which sees
 it fail, ends what is left of it and starts it again, within the unit's start limit.
@@ -53,6 +54,7 @@ METRICS_BYTES = 16 * 1024 * 1024
 RETRY_SECONDS = 1.0  # after a completion that failed
 LONGEST_COMPLETION_SECONDS = 3600.0  # in a full queue a completion waits its turn; asking anew would lose its place
 HTTP_SECONDS = 5.0  # for one request to the agent
+REASON_CHARACTERS = 200  # HAProxy reads an answer's beginning only
 
 FIRST_PAUSE_SECONDS = 60.0  # between two restarts of one replica; doubles
 LONGEST_PAUSE_SECONDS = 3600.0
@@ -342,6 +344,7 @@ class Watch:
         self._gate = Path(gate_folder) / replica.name
         self._kill = kill
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._pauses = Pauses()
         self._hang_restarts = 0
         self._verdict = Verdict("starting", "not looked at yet")
@@ -449,16 +452,19 @@ class Watch:
         """Ask and read from now on."""
 
         def asking() -> None:
-            while True:
-                time.sleep(self._limits.interval_seconds if self.ask() else RETRY_SECONDS)
+            while not self._ended.wait(self._limits.interval_seconds if self.ask() else RETRY_SECONDS):
+                pass
 
         def reading() -> None:
-            while True:
+            while not self._ended.wait(POLL_SECONDS):
                 self.read()
-                time.sleep(POLL_SECONDS)
 
         for work in (asking, reading):
             threading.Thread(target=work, daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more: the replica is gone, or another has its name."""
+        self._ended.set()
 
     def answer(self) -> dict[str, Any]:
         """What the agent says of the replica.
@@ -540,6 +546,11 @@ def metrics(answers: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def down(why: str) -> str:
+    """The reason phrase that takes a replica out of a gateway, and shows why in its journal: one line of plain text."""
+    return "down # " + " ".join(why.encode("ascii", "replace").decode().split())[:REASON_CHARACTERS]
+
+
 class Agent(ThreadingHTTPServer):
     """The HTTP side: answers from what is known, never by asking."""
 
@@ -570,18 +581,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(http.client.OK, {"replicas": [watch.answer() for watch in watches.values()]})
         elif name in watches and (path in ("/check", "/replicas") or path.startswith("/replicas/")):
             answer = watches[name].answer()
-            serves = answer["state"] in SERVING
-            self._json(http.client.OK if serves else http.client.SERVICE_UNAVAILABLE, answer)
+            if answer["state"] in SERVING:
+                self._json(http.client.OK, answer, "up")
+            else:
+                self._json(http.client.SERVICE_UNAVAILABLE, answer, down(answer["state"] + ": " + answer["reason"]))
+        elif name is not None and path.startswith("/replicas/"):
+            answer = {"name": name, "state": "down", "reason": "it is not on this host", "replicas": sorted(watches)}
+            self._json(http.client.SERVICE_UNAVAILABLE, answer, down("it is not on this host"))
         else:
             self._json(http.client.NOT_FOUND, {"error": "no such replica or path", "replicas": sorted(watches)})
 
-    def _json(self, status: int, answer: Any) -> None:
-        self._send(status, (json.dumps(answer) + "\n").encode(), "application/json")
+    def _json(self, status: int, answer: Any, phrase: Optional[str] = None) -> None:
+        self._send(status, (json.dumps(answer) + "\n").encode(), "application/json", phrase)
 
-    def _send(self, status: int, body: bytes, content_type: str) -> None:
+    def _send(self, status: int, body: bytes, content_type: str, phrase: Optional[str] = None) -> None:
         # A checker that has seen enough, as HAProxy does, closes before the end; the next one comes in seconds.
         with contextlib.suppress(ConnectionError):
-            self.send_response(status)
+            self.send_response(status, phrase)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -602,6 +618,16 @@ def replicas_of(plan: Mapping[str, Any]) -> list[Replica]:
     ]
 
 
+def installed(folder: Path) -> list[Replica]:
+    """The replicas of this host: `folder` has a link per name, to the release that its unit was taken from."""
+    found = []
+    for link in sorted(folder.glob("*/plan.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a link that is being moved: the next look sees it
+            plan = json.loads(link.read_text(encoding="utf-8"))
+            found += [replica for replica in replicas_of(plan) if replica.name == link.parent.name]
+    return found
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -610,41 +636,50 @@ def _say(line: str) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Watch until stopped: exit 2 for bad input, 1 when the port cannot be had."""
     parser = argparse.ArgumentParser(description="Say of each replica of this host whether it may take requests.")
-    parser.add_argument("--plan", required=True, help="plan.json of the release that runs")
+    parser.add_argument("--installed", type=Path, required=True, help="folder with a link to its release per replica")
     parser.add_argument("--key-file", required=True, help="file with the engines' key on its first line")
-    parser.add_argument("--port", type=int, required=True, help="port to listen on, at the replicas' address")
+    parser.add_argument("--address", required=True, help="address to listen on: the replicas'")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
     for name, value in vars(Limits()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=value)
     given = parser.parse_args(argv)
     limits = Limits(given.interval_seconds, given.late_seconds, given.hang_seconds)
     try:
-        replicas = replicas_of(json.loads(Path(given.plan).read_text(encoding="utf-8")))
+        given.installed.iterdir()
         key = read_key(given.key_file)
-        watches = [Watch(replica, key, limits, _say) for replica in replicas]
-    except (OSError, ValueError, KeyError, InputError) as error:
+    except (OSError, InputError) as error:
         sys.stderr.write("health-agent: {0}\n".format(error))
         return 2
 
-    names = [replica.unit for replica in replicas]
+    watches: dict[str, Watch] = {}
 
-    def look() -> None:
-        units = ask_units(names)
-        for watch in watches:
+    def look() -> dict[str, Watch]:
+        """Watch what is installed now, and judge it."""
+        replicas = {replica.name: replica for replica in installed(given.installed)}
+        for name, watch in list(watches.items()):
+            if replicas.get(name) != watch.replica:
+                watch.end()
+                del watches[name]
+        new = [Watch(replica, key, limits, _say) for name, replica in replicas.items() if name not in watches]
+        watches.update({watch.replica.name: watch for watch in new})
+        units = ask_units([watch.replica.unit for watch in watches.values()]) if watches else {}
+        for watch in watches.values():
             watch.look(units.get(watch.replica.unit, Unit()))
+        for watch in new:
+            watch.start()
+        return dict(watches)
 
     look()
-    for watch in watches:
-        watch.start()
-    # All addresses of a plan are one; only now, since an answer before the first look would take every replica out.
+    # Only now, since an answer before the first look would take every replica out.
     try:
-        agent = Agent(replicas[0].address, given.port, watches)
+        agent = Agent(given.address, given.port, list(watches.values()))
     except OSError as error:
-        sys.stderr.write("health-agent: cannot listen on {0}:{1}: {2}\n".format(replicas[0].address, given.port, error))
+        sys.stderr.write("health-agent: cannot listen on {0}:{1}: {2}\n".format(given.address, given.port, error))
         return 1
     threading.Thread(target=agent.serve_forever, daemon=True).start()
     while True:
         time.sleep(POLL_SECONDS)
-        look()
+        agent.watches = look()
 
 
 if __name__ == "__main__":

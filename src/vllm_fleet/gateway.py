@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import itertools
-import zlib
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-
-
-MAX_SERVER_ID = 2**31 - 1  # HAProxy's
 
 
 class GatewayError(ValueError):
@@ -43,70 +39,44 @@ def backends(
         gateway_host: The gateway's own name.
 
     Returns:
-        {host: {"model": served name, "servers": [{"name", "id", "replica", "address", "port", "places"}]}}, in the
-        order of `serves`. `places` is how many requests the replica works on at once. `id` is HAProxy's: a function of
-        the name, so that every gateway sends a conversation to the same replica, and a host that comes or goes moves
-        no other's.
+        {host: {"servers": [{"name", "replica", "model", "address", "port", "places", "max_model_len"}]}}, in the order
+        of `serves`. `places` is how many requests the replica works on at once. Hosts may serve different models: a
+        request goes by the one it names.
 
     Raises:
-        GatewayError: Hosts serve different model names, or a replica listens on the
-            loopback address of another host.
+        GatewayError: A replica listens on the loopback address of another host.
     """
     entries = {
-        host: _entry(host, plans[host]) if host in plans else dict(previous[host])
+        host: entry(host, plans[host]) if host in plans else dict(previous[host])
         for host in serves
         if host in plans or host in previous
     }
-    models = {entry["model"] for entry in entries.values()}
-    if len(models) > 1:
-        listed = "; ".join(
-            f"{host} serves {entry['model']}{'' if host in plans else ' (not reached in this run)'}"
-            for host, entry in entries.items()
-        )
-        raise GatewayError(
-            f"The gateway on {gateway_host} would balance over hosts that serve different models ({listed}). One "
-            "endpoint answers for one model. Where a host was not reached, include it in the run or take it out of the "
-            "inventory; hosts that are to serve another model need gateways of their own (model_gateway_serves)."
-        )
-    for host, entry in entries.items():
-        for server in entry["servers"]:
+    for host, known in entries.items():
+        for server in known["servers"]:
             if host != gateway_host and ipaddress.ip_address(server["address"]).is_loopback:
                 raise GatewayError(
                     f"Replica {server['name']} of {host} listens on {server['address']}, which the gateway on "
                     f"{gateway_host} cannot reach. Set vllm_plan_bind_address of {host} to its address on the "
                     "fleet network."
                 )
-    return _with_ids(entries)
+    return entries
 
 
-def _entry(host: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+def entry(host: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A host's entry: its replicas as servers. A replica that says `model` is of another one than its plan."""
     return {
-        "model": plan["model"]["served_name"],
         "servers": [
             {
                 "name": f"{host}.{replica['name']}",
                 "replica": replica["name"],
+                "model": replica.get("model") or plan["model"]["served_name"],
                 "address": replica["bind_address"],
                 "port": replica["port"],
                 "places": replica["max_num_seqs"],
+                "max_model_len": replica["max_model_len"],
             }
             for replica in plan["replicas"]
         ],
-    }
-
-
-def _with_ids(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Give every server its number; of two names that share a checksum, the later one takes the next."""
-    ids: dict[int, str] = {}
-    for name in sorted(server["name"] for entry in entries.values() for server in entry["servers"]):
-        number = zlib.crc32(name.encode()) % MAX_SERVER_ID + 1
-        while number in ids:
-            number = number % MAX_SERVER_ID + 1
-        ids[number] = name
-    by_name = {name: number for number, name in ids.items()}
-    return {
-        host: {**entry, "servers": [{**server, "id": by_name[server["name"]]} for server in entry["servers"]]}
-        for host, entry in entries.items()
     }
 
 

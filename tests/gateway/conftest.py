@@ -37,6 +37,7 @@ STAND_IN = REPOSITORY / "lab" / "stand_in_engine.py"
 SBIN = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"  # where Debian has haproxy, and no user's PATH
 HAPROXY = shutil.which("haproxy", path=SBIN)
 MODEL = "tiny"
+BACKEND = "model-tiny"
 ENGINE_KEY = "engine-key-of-no-value"
 KEYS = {"alice": "alice-key-of-no-value", "bob": "bob-key-of-no-value"}
 init_plugin_loader()  # Ansible's filters, ours among them
@@ -118,10 +119,10 @@ def ask(
         return Answer(response.status, names, b"".join(parts), seconds)
 
 
-def chat(port: int, max_tokens: int = 8, *, stream: bool = False, **options: Any) -> Answer:
+def chat(port: int, max_tokens: int = 8, *, stream: bool = False, model: str = MODEL, **options: Any) -> Answer:
     """Ask for a chat of so many tokens."""
     payload = {
-        "model": MODEL,
+        "model": model,
         "messages": [{"role": "user", "content": "a prompt that no log may show"}],
         "max_tokens": max_tokens,
         "ignore_eos": True,
@@ -204,11 +205,12 @@ class Replica:
     folder: Path
     places: int
     environment: dict[str, str]
+    model: str = MODEL
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
         command = [
-            *(sys.executable, str(STAND_IN), "serve", f"/weights/{self.name}", "--served-model-name", MODEL),
+            *(sys.executable, str(STAND_IN), "serve", f"/weights/{self.name}", "--served-model-name", self.model),
             *("--host", self.address, "--port", str(self.port), "--max-num-seqs", str(self.places)),
             *("--reasoning-parser", "minimax_m2", "--shutdown-timeout", "30"),
         ]
@@ -296,18 +298,7 @@ class Gateway:
 
     def render(self, template: str) -> str:
         """What the role would write."""
-        plan = {
-            "model": {"served_name": MODEL},
-            "replicas": [
-                {"name": r.name, "bind_address": r.address, "port": r.port, "max_num_seqs": r.places}
-                for r in self.replicas
-            ],
-        }
-        variables = role_variables() | self.variables
-        variables |= {
-            "model_gateway_api_keys": self.keys,
-            "_model_gateway_backends": backends({"gw": plan}, {}, ["gw"], "gw"),
-        }
+        variables = role_variables() | self.variables | {"model_gateway_api_keys": self.keys}
         templar = Templar(loader=DataLoader(), variables=variables)
         source = trust_as_template((ROLE / "templates" / template).read_text())
         text = templar.template(source, escape_backslashes=False, overrides={"trim_blocks": True})
@@ -321,20 +312,38 @@ class Gateway:
         (self.folder / "haproxy.cfg").write_text("\n".join(kept) + "\n")
         for name in ("clients.map", "engine.map"):
             (self.folder / name).write_text(self.render(f"{name}.j2"))
-        entries = {
-            "gw": {"servers": [{"name": f"gw.{r.name}", "address": r.address, "port": r.port} for r in self.replicas]}
-        }
-        (self.folder / "backends.json").write_text(json.dumps(entries))
+        queue_length = self.variables.get("model_gateway_queue_length", 0)
+        (self.folder / "settings.json").write_text(json.dumps({"queue_length": queue_length}))
+        self.balance()
+
+    def balance(self) -> bool:
+        """Have the role's command write what it balances over; whether that changed something."""
+        replicas = [
+            {
+                "name": r.name,
+                "bind_address": r.address,
+                "port": r.port,
+                "model": r.model,
+                "max_num_seqs": r.places,
+                "max_model_len": 2048,
+            }
+            for r in self.replicas
+        ]
+        change = {"put": backends({"gw": {"replicas": replicas}}, {}, ["gw"], "gw"), "only": ["gw"]}
+        command = [sys.executable, str(ROLE / "files" / "gateway-backends"), "--folder", str(self.folder)]
+        done = subprocess.run(command, input=json.dumps(change), check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return bool(json.loads(done.stdout)["changed"])
 
     def start(self) -> Self:
         (self.folder / "servers.state").write_text("")
         self.configure()
         assert HAPROXY, "haproxy is not installed: `make setup` brings it"
-        config = str(self.folder / "haproxy.cfg")
-        checked = subprocess.run([HAPROXY, "-c", "-q", "-f", config], check=False, capture_output=True, text=True)
+        config = ["-f", str(self.folder / "haproxy.cfg"), "-f", str(self.folder / "backends.cfg")]
+        checked = subprocess.run([HAPROXY, "-c", "-q", *config], check=False, capture_output=True, text=True)
         assert (checked.returncode, checked.stderr) == (0, "")
         with (self.folder / "haproxy.log").open("ab") as log:
-            self._process = subprocess.Popen([HAPROXY, "-W", "-f", config], stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen([HAPROXY, "-W", *config], stdout=log, stderr=subprocess.STDOUT)
         wait_for(lambda: self.listens() and not self.unjudged())
         return self
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conftest import KEYS, REPOSITORY, Load, Replica, ask, chat, free_port, wait_for
+from conftest import BACKEND, KEYS, REPOSITORY, Load, Replica, ask, chat, free_port, wait_for
 
 if TYPE_CHECKING:
     from conftest import Fleet, Gateway
@@ -57,7 +57,7 @@ def haproxy_module(gateway: Gateway, replica: Replica, **options: Any) -> None:
     """Run the module that rollouts use."""
     arguments = {
         "socket": str(gateway.folder / "admin.sock"),
-        "backend": "replicas",
+        "backend": BACKEND,
         "host": f"gw.{replica.name}",
         "fail_on_not_found": True,
         "wait": True,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import INTERVAL_SECONDS, Agent, Load, chat, wait_for
+from conftest import BACKEND, INTERVAL_SECONDS, Agent, Load, chat, wait_for
 
 if TYPE_CHECKING:
     from conftest import Fleet, Gateway
@@ -114,7 +114,7 @@ def test_a_check_costs_an_agent_one_short_request_for_each_replica(fleet: Fleet)
 def test_what_is_drained_or_down_is_so_after_a_reload(fleet: Fleet) -> None:
     gateway = fleet(count=3)
     said(gateway, 0, "down # hung")
-    gateway.command("set server replicas/gw.r-1 state drain")
+    gateway.command(f"set server {BACKEND}/gw.r-1 state drain")
     gateway.reload()
     deadline = time.monotonic() + 4 * INTERVAL_SECONDS
     while time.monotonic() < deadline:

@@ -49,7 +49,7 @@ def test_when_all_places_are_taken_requests_wait_and_when_the_queue_is_full_they
         running = [clients.submit(chat, gateway.port, 30) for _ in range(4)]
         wait_for(lambda: sum(replica.running for replica in gateway.replicas) == 4)
         waiting = [clients.submit(chat, gateway.port, 5) for _ in range(3)]
-        queue = b'backend_current_queue{proxy="replicas"} 3'
+        queue = b'backend_current_queue{proxy="model-tiny"} 3'
         wait_for(lambda: queue in ask(gateway.metrics_port, "/metrics").body)
         refused = chat(gateway.port, 5)
         assert not any(future.done() for future in [*running, *waiting])  # at once

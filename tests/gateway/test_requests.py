@@ -113,8 +113,8 @@ def test_metrics_are_at_a_port_of_their_own(fleet: Fleet) -> None:
     page = ask(gateway.metrics_port, "/metrics", key=None)
     assert page.status == 200
     for name in (
-        'haproxy_server_status{proxy="replicas",server="gw.r-1",state="UP"} 1',
-        'haproxy_backend_current_queue{proxy="replicas"} 0',
+        'haproxy_server_status{proxy="model-tiny",server="gw.r-1",state="UP"} 1',
+        'haproxy_backend_current_queue{proxy="model-tiny"} 0',
         'haproxy_frontend_http_responses_total{proxy="clients",code="2xx"} 1',
     ):
         assert name in page.body.decode()

@@ -27,6 +27,8 @@ from vllm_fleet.target.health_agent import (
     Unit,
     Watch,
     asked_name,
+    down,
+    installed,
     judge,
     kill_main,
     read_load,
@@ -330,7 +332,8 @@ def test_a_working_engine_is_ready_on_every_route(host: Host) -> None:
         assert (status, answer["state"], answer["running"], answer["name"]) == (200, "ready", 8, "m-0")
         assert answer["last_completion_seconds"] < 10
     assert json.loads(host.get("/replicas")[1])["replicas"][0]["name"] == "m-0"
-    assert host.get("/replicas/other")[0] == host.get("/check")[0] == host.get("/")[0] == 404
+    assert host.get("/replicas/other")[0] == 503
+    assert host.get("/check")[0] == host.get("/")[0] == 404
     page = host.get("/metrics")[1]
     assert 'vllm_fleet_replica_state{replica="m-0",state="ready"} 1' in page
     assert 'vllm_fleet_replica_state{replica="m-0",state="hung"} 0' in page
@@ -390,18 +393,58 @@ def test_what_systemd_does_not_say_stays_as_it_was(host: Host) -> None:
     assert host.watch.look(Unit()).state == "down"
 
 
+def test_gateways_read_the_verdict_from_the_reason_phrase(host: Host) -> None:
+    def phrase(name: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", host.agent.server_address[1], timeout=5)
+        connection.request("GET", f"/replicas/{name}")
+        response = connection.getresponse()
+        return response.status, response.reason
+
+    assert phrase("m-0") == (200, "up")
+    host.unit = Unit("failed", "failed", "start-limit-hit")
+    host.becomes("down")
+    assert phrase("m-0") == (503, f"down # down: {host.watch.answer()['reason']}")
+    assert phrase("m-9") == (503, "down # it is not on this host")
+
+
+def test_a_verdict_is_one_short_line_of_plain_text() -> None:
+    said = down("hung: \u00fc\r\nX-Header: a" + "b" * 1000)
+    assert said.startswith("down # hung: ? X-Header: ab")
+    assert len(said) < 250
+
+
 def test_the_program_refuses_bad_input_with_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    for plan in ("absent.json", "plan.json"):
-        command = [sys.executable, "-m", "vllm_fleet.target.health_agent", "--plan", str(tmp_path / plan)]
-        ended = subprocess.run(
-            [*command, "--key-file", "/nowhere", "--port", "1"],
-            check=False,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-        )
-        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    command = [sys.executable, "-m", "vllm_fleet.target.health_agent", "--installed", str(tmp_path)]
+    ended = subprocess.run(
+        [*command, "--key-file", "/nowhere", "--address", "127.0.0.1", "--port", "1"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+
+
+def test_each_replica_is_read_from_the_release_it_was_installed_from(tmp_path: Path) -> None:
+    for release, model in (("old", "m"), ("new", "n")):
+        plan = {
+            "model": {"served_name": model},
+            "replicas": [
+                {"name": f"m-{i}", "unit": f"vllm-m-{i}.service", "bind_address": "10.0.0.1", "port": 8001 + i}
+                for i in range(2)
+            ],
+        }
+        (tmp_path / release).mkdir()
+        (tmp_path / release / "plan.json").write_text(json.dumps(plan))
+    links = tmp_path / "installed"
+    links.mkdir()
+    (links / "m-0").symlink_to(tmp_path / "new")
+    (links / "m-1").symlink_to(tmp_path / "old")
+    (links / "gone").symlink_to(tmp_path / "pruned")
+    assert installed(links) == [
+        Replica("m-0", "vllm-m-0.service", "10.0.0.1", 8001, "n"),
+        Replica("m-1", "vllm-m-1.service", "10.0.0.1", 8002, "m"),
+    ]
 
 
 def test_replicas_are_those_of_the_plan() -> None:

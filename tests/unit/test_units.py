@@ -97,11 +97,11 @@ def test_words_with_blanks_and_signs_reach_the_engine_as_they_are() -> None:
     assert '--weights "/srv/my $$weights 100%%"' in unit["ExecStartPre"][0]
 
 
-def test_a_release_changes_the_agents_unit_and_not_the_other_replicas() -> None:
+def test_a_release_changes_neither_the_agents_unit_nor_the_other_replicas() -> None:
     plan = reference_plan()
     fewer = plan | {"replicas": plan["replicas"][:1]}
     assert render("replica.service.j2", vllm_service_plan=fewer) == REPLICA_UNIT
-    assert render("vllm-health.service.j2", vllm_service_plan=fewer) != HEALTH_UNIT
+    assert render("vllm-health.service.j2", vllm_service_plan=fewer) == HEALTH_UNIT
 
 
 def environment(unit: str) -> dict[str, str]:
