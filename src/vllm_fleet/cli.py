@@ -1,6 +1,6 @@
-"""The command `vllm-fleet`: the planner without a host.
+"""The command `vllm-fleet`: the planner without a host, and playbooks with a person in front of the screen.
 
-Exit status: 0 when it worked, 2 for bad input, 3 when no layout fits.
+Exit status: 0 when it worked, 2 for bad input, 3 when no layout fits; of `run`, ansible-playbook's.
 """
 
 import argparse
@@ -85,6 +85,21 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("reports", metavar="CSV", help="columns as in tests/fixtures/memory/memory_reports.csv")
     compared.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
     compared.set_defaults(run=_accuracy)
+    played = commands.add_parser(
+        "run",
+        help="run a playbook, with a line per event that matters",
+        description="Run a playbook and keep its story.",
+    )
+    played.add_argument("playbook", metavar="PLAYBOOK", help="its path, or its name in playbooks/")
+    played.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="what ansible-playbook takes besides: -i, -e, --limit"
+    )
+    played.set_defaults(run=_run)
+    past = commands.add_parser(
+        "runs", help="list the runs, or show what one printed", description="The history of runs."
+    )
+    past.add_argument("id", nargs="?", metavar="RUN", help="one of them")
+    past.set_defaults(run=_runs)
     return parser
 
 
@@ -152,6 +167,26 @@ def _topology(arguments: argparse.Namespace) -> int:
         "html": lambda: draw.html_page(facts, arguments.name),
     }
     print(printed[arguments.format]())
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import runner  # noqa: PLC0415  only this command runs anything
+
+    playbook = runner.find_playbook(arguments.playbook)
+    if playbook is None:
+        known = ", ".join(sorted(path.stem for path in (runner.REPOSITORY / "playbooks").glob("*.yml")))
+        raise BadInputError(f"There is no playbook {arguments.playbook}. In playbooks/ are {known}.")
+    return runner.run(playbook, arguments.arguments, lambda line: print(line, flush=True))
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from vllm_fleet import runner  # noqa: PLC0415  as above
+
+    lines = runner.show(arguments.id) if arguments.id else runner.history()
+    if lines is None:
+        raise BadInputError(f"There is no run {arguments.id}. `vllm-fleet runs` lists those that are kept.")
+    print("\n".join(lines))
     return 0
 
 
