@@ -137,7 +137,7 @@ def run(playbook: Path, arguments: Sequence[str], say: Any = print) -> int:
     Returns:
         ansible-playbook's exit status.
     """
-    import ansible_runner  # noqa: PLC0415  slow to import, and only this needs it
+    import ansible_runner  # type: ignore[import-untyped]  # noqa: PLC0415  slow to import, and only this needs it
 
     begun = time.time()
     ident = time.strftime("%Y%m%d-%H%M%S", time.localtime(begun)) + f"-{playbook.stem}"

@@ -2,9 +2,9 @@
 
     python3 cases.py --url http://10.89.216.10:8000 --key K --folder FOLDER [CASE...]
 
-Each case is a rollout, or several, that something happens to. Required of all: not one request fails; no replica is left
-drained; what serves afterwards is what the case says. Prints a line per case: what was sent, ended well and failed, and
-how long it took. FOLDER gets each run's output and the client's account.
+Each case is a rollout, or several, that something happens to. Required of all: not one request fails; no replica is
+left drained; what serves afterwards is what the case says. Prints a line per case: what was sent, ended well and
+failed, and how long it took. FOLDER gets each run's output and the client's account.
 """
 
 from __future__ import annotations
