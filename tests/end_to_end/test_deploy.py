@@ -144,15 +144,27 @@ def test_the_engine_accepts_every_command_line_that_the_planner_writes(deployed:
     assert refused == "[]"
 
 
-def test_a_new_client_key_touches_the_gateways_only(deployed: Lab) -> None:
-    before = {host: deployed.main_pids(host) for host in HOSTS}
-    planned = plan(deployed, HOSTS[0])
+def test_a_second_deploy_changes_nothing_while_engines_hold_memory(deployed: Lab) -> None:
+    before = plan(deployed, HOSTS[0])
     used = deployed.shell(HOSTS[0], "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits")
     assert all(int(mib) > 1000 for mib in used.split())  # what a probe now meets
+    run = deployed.play(DEPLOY)
+    assert run.rc == 0
+    assert run.hosts("changed") == set()
+    assert plan(deployed, HOSTS[0]) == before
+
+
+def test_check_mode_on_a_deployed_fleet_reports_no_change(deployed: Lab) -> None:
+    run = deployed.play(DEPLOY, "--check", "--diff")
+    assert run.rc == 0
+    assert run.hosts("changed") == set()
+
+
+def test_a_new_client_key_touches_the_gateways_only(deployed: Lab) -> None:
+    before = {host: deployed.main_pids(host) for host in HOSTS}
     keys = deployed.variables(HOSTS[0])["vllm_fleet_api_keys"] | {"alice": "a-second-key-of-no-value"}
     assert deployed.play(DEPLOY, vllm_fleet_api_keys=keys).rc == 0
     assert {host: deployed.main_pids(host) for host in HOSTS} == before  # a reload keeps the main process
-    assert plan(deployed, HOSTS[0]) == planned
     assert client(deployed, HOSTS[1], keys["alice"]).models.list().data[0].id == "minimax-m2.5"
     assert deployed.play(DEPLOY).rc == 0
     assert status(f"{endpoint(deployed, HOSTS[1])}/v1/models", keys["alice"]) == 401  # revoked
