@@ -204,6 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.returncode)  # the program that failed has said why
     except weights.WeightsError as error:
         sys.exit(str(error))
+    except OSError as error:  # such as a disk that is full, or a token's file that is not there
+        sys.exit(f"{options.folder}: {error}. What was verified is kept; mend that, and run the same again.")
     print("changed" if changed else "unchanged")  # noqa: T201  this is how it answers
 
 

@@ -43,7 +43,7 @@ def backends(
         gateway_host: The gateway's own name.
 
     Returns:
-        {host: {"model": served name, "contract": what its card promises, "servers": [{"name", "id", "replica",
+        {host: {"model": served name, "contract": what its card promises or None, "servers": [{"name", "id", "replica",
         "address", "port", "places"}]}}, in the order of `serves`. `places` is how many requests the replica works on at
         once. `id` is HAProxy's: a function of the name, so that every gateway sends a conversation to the same replica,
         and a host that comes or goes moves no other's.
@@ -82,7 +82,8 @@ def backends(
 def _entry(host: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": plan["model"]["served_name"],
-        "contract": plan["model"]["contract"],
+        # A release that a host goes back to may be from before plans had one.
+        "contract": plan["model"].get("contract"),
         "servers": [
             {
                 "name": f"{host}.{replica['name']}",

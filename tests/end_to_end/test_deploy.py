@@ -67,7 +67,7 @@ def test_the_engine_answers_as_its_recording_says(deployed: Lab) -> None:
     # What the stand-in engine, with which much else is tested, is held to.
     recorded = json.loads((REPOSITORY / "tests/fixtures/engine_contract/vllm-0.32.0-cpu.json").read_text())
     replica = plan(deployed, HOSTS[0])["replicas"][0]
-    deployed.copy(HOSTS[0], REPOSITORY / "tests" / "engine_contract.py", "/tmp/engine_contract.py")  # noqa: S108
+    deployed.copy(HOSTS[0], REPOSITORY / "tests" / "engine_contract.py", "/tmp/engine_contract.py")  # noqa: S108  a lab host's
     printed = deployed.shell(
         HOSTS[0],
         f"python3 /tmp/engine_contract.py http://{replica['bind_address']}:{replica['port']} --model minimax-m2.5 "

@@ -110,6 +110,15 @@ def test_a_model_is_brought_once_verified_and_mended_when_a_file_is_missing(tmp_
         assert bundle.write_manifest(folder) is False
 
 
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    token = tmp_path / "no-token"
+    with pytest.raises(SystemExit) as ended:
+        bundle.main(
+            ["model", f"--hf={HF}", "--endpoint=http://a", f"--token-file={token}", MODEL, COMMIT, str(tmp_path)]
+        )
+    assert str(token) in str(ended.value)
+
+
 def test_a_model_that_cannot_be_had_is_refused_in_one_paragraph(tmp_path: Path) -> None:
     with HubServer() as hub, pytest.raises(SystemExit) as ended:
         bundle.main(["model", f"--hf={HF}", f"--endpoint={hub.url}", MODEL, "f" * 40, str(tmp_path)])

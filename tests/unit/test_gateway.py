@@ -40,6 +40,12 @@ def test_every_replica_of_every_planned_host_is_a_server() -> None:
     assert server == {"name": "b.m-0", "replica": "m-0", "address": "10.0.0.2", "port": 8001, "places": 64}
 
 
+def test_a_release_from_before_plans_had_a_contract_is_balanced_over() -> None:
+    former = plan()
+    del former["model"]["contract"]
+    assert backends({"a": former}, {}, ["a"], "a")["a"]["contract"] is None
+
+
 def test_a_server_keeps_its_number_whoever_comes_and_goes() -> None:
     # HAProxy's consistent hash places servers by it, and so conversations.
     plans = {name: plan(address=f"10.0.0.{index}") for index, name in enumerate("abcdef", start=1)}
